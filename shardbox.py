@@ -1,0 +1,8491 @@
+#!/usr/bin/env python3
+"""shardbox: one language model on several ordinary machines, as a ring of Prima.cpp engines.
+
+Data flows one way:
+
+    shardbox.toml -> Config -> NodeFacts (what each node has) -> ModelPlan (pure) -> RankWiring (ports, argv)
+        -> step(ring, event, now) -> effects -> RankHost and Mesh act -> Snapshot -> status text or JSON
+
+Sections, top to bottom; none uses a later one:
+
+     1 errors            a failure that a person can mend: what, where, hint
+     2 units, messages   bytes and durations for people; dataclasses as JSON between nodes
+     3 configuration     TOML text -> Config, with every mistake at once
+     4 inventory, GGUF   what each node has, and what a model file's header says
+     5 plan              which node holds which layers, and why
+     6 wiring            ports, argv and environment of one rank
+     7 lifecycle         one ring as a state machine; leases; what `status` is told; diagnosis of an engine's end
+    --- I/O starts here ---
+     8 probes            memory, GPUs, binaries, model files, network addresses of this box
+     9 discovery         mDNS adverts: hints, never trusted
+    10 mesh              mutual TLS 1.3 from the cluster secret, then sealed frames; the forwarder's wires
+    11 engine            spawner, closed network namespace, capped logs; the rehearsal engine
+    12 supervisor        peers, this node's ranks, the rings that it leads, the node
+    13 control           the owner's socket, the peers' service, the OpenAI endpoint
+    14 status            Snapshot -> exit code, one line for a pager, tables (pure)
+    15 command line      each command returns its exit code; only main() ends the program
+"""
+
+from __future__ import annotations
+
+import asyncio
+import collections
+import contextlib
+import ctypes
+import dataclasses
+import difflib
+import errno
+import fcntl
+import fnmatch
+import functools
+import gc
+import hashlib
+import hmac
+import http.client
+import ipaddress
+import itertools
+import json
+import logging
+import math
+import os
+import platform
+import queue
+import random
+import re
+import secrets
+import select
+import signal
+import socket
+import stat
+import struct
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import types
+import typing
+import urllib.parse
+import uuid
+import zlib
+from collections import Counter, deque
+from collections.abc import (
+    AsyncIterator,
+    Awaitable,
+    Callable,
+    Generator,
+    Iterable,
+    Iterator,
+    Mapping,
+    Sequence,
+)
+from concurrent.futures import Executor, ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from io import BufferedReader
+from typing import TYPE_CHECKING, Any, BinaryIO, NamedTuple, NoReturn, TypeVar
+
+import aiohttp
+from aiohttp import web
+
+if TYPE_CHECKING:
+    import ssl
+
+    from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
+    from cryptography.hazmat.primitives.ciphers.aead import AESGCM
+    from cryptography.x509 import Certificate
+    from zeroconf.asyncio import AsyncServiceBrowser, AsyncZeroconf
+
+VERSION = "0.1.0"
+log = logging.getLogger("shardbox")
+
+
+# ======================================================================================================
+# 1. Errors: one type for each failure that a person can mend. Bugs stay ordinary exceptions.
+# ======================================================================================================
+
+
+class ShardboxError(Exception):
+    """A failure that a person can mend: what went wrong, where, and what to do about it."""
+
+    exit_code = 1
+
+    def __init__(self, what: str, *, where: str = "", hint: str = "") -> None:
+        super().__init__(what)
+        self.what = what
+        self.where = where
+        self.hint = hint
+
+    def __str__(self) -> str:
+        head = f"{self.where}: {self.what}" if self.where else self.what
+        return f"{head}\nhint: {self.hint}" if self.hint else head
+
+
+class UsageError(ShardboxError):
+    """The command line, or the state it meets, does not allow this command."""
+
+    exit_code = 2
+
+
+class ConfigError(ShardboxError):
+    """One or more mistakes in a configuration file; `problems` holds every one of them."""
+
+    exit_code = 2
+
+    def __init__(self, problems: Sequence[ShardboxError]) -> None:
+        super().__init__("\n".join(str(problem) for problem in problems))
+        self.problems = tuple(problems)
+
+
+class MessageError(ShardboxError):
+    """A file or a peer's message does not have the shape that was agreed on."""
+
+
+class GgufError(ShardboxError):
+    """A model file is not a GGUF file that can be read, or is not whole."""
+
+
+class PlanError(ShardboxError):
+    """The model cannot be placed on the nodes that are there."""
+
+
+class MeshError(ShardboxError):
+    """A mesh connection could not be made; `kind` says why in one word.
+
+    Kinds: unreachable, wrong_secret, wrong_name, refused, protocol, busy.
+    """
+
+    def __init__(self, what: str, *, kind: str = "unreachable", where: str = "", hint: str = "") -> None:
+        super().__init__(what, where=where, hint=hint)
+        self.kind = kind
+
+
+class EngineError(ShardboxError):
+    """An engine could not be started, or ended in a way that is explained."""
+
+
+# ======================================================================================================
+# 2. Units and messages: bytes and durations for people, and dataclasses as JSON between nodes.
+# ======================================================================================================
+
+KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
+_SIZE_UNITS = {
+    "": 1,
+    "b": 1,
+    "kib": KIB,
+    "mib": MIB,
+    "gib": GIB,
+    "tib": 1 << 40,
+    "kb": 10**3,
+    "mb": 10**6,
+    "gb": 10**9,
+    "tb": 10**12,
+}
+
+T = TypeVar("T")
+
+
+def parse_size(text: str) -> int:
+    """Bytes of a size such as "20GiB", "1.5 GB" or "4096". Raises ValueError with the accepted forms."""
+    number, unit = text.strip(), ""
+    while number and not number[-1].isdigit():
+        number, unit = number[:-1], number[-1] + unit
+    factor = _SIZE_UNITS.get(unit.strip().lower())
+    try:
+        value = float(number)
+    except ValueError:
+        value = -1.0
+    if factor is None or not 0 <= value < 1e18 or not number[0].isdigit():
+        raise ValueError('a size such as "20GiB", "512MiB" or "1.5GB"')
+    return int(value * factor)
+
+
+def format_size(count: int) -> str:
+    """A number of bytes in binary units, three digits: 98362432 -> "93.8 MiB"."""
+    value, sign = float(abs(count)), "-" if count < 0 else ""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if value < 1024:
+            return f"{sign}{value:.0f} B" if unit == "B" else f"{sign}{value:.3g} {unit}"
+        value /= 1024
+    return f"{sign}{value:.3g} TiB" if value < 1000 else f"{sign}{value:.0f} TiB"
+
+
+def format_duration(seconds: float) -> str:
+    """A duration for people: 0.25 -> "0.2 s", 75 -> "1 min 15 s", 7300 -> "2 h 1 min"."""
+    if seconds < 10:
+        return f"{seconds:.1f} s"
+    if seconds < 60:
+        return f"{seconds:.0f} s"
+    minutes, rest = divmod(int(seconds), 60)
+    if minutes < 60:
+        return f"{minutes} min {rest} s"
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours} h {minutes} min" if hours < 48 else f"{hours // 24} days"
+
+
+def to_json(value: Any) -> Any:
+    """Dataclasses, tuples and mappings as plain JSON values."""
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return {field.name: to_json(getattr(value, field.name)) for field in dataclasses.fields(value)}
+    if isinstance(value, Mapping):
+        return {str(key): to_json(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [to_json(item) for item in value]
+    return value
+
+
+def from_json(kind: type[T], data: Any, where: str = "message") -> T:
+    """The dataclass `kind` from plain JSON values; unknown keys are ignored, so that nodes of two versions
+    can talk. Raises MessageError naming the first field that does not fit."""
+    return typing.cast(T, _decode(kind, data, where))
+
+
+def _decode(kind: Any, data: Any, where: str) -> Any:
+    origin, args = typing.get_origin(kind), typing.get_args(kind)
+    if kind is Any:
+        return data
+    if origin in (typing.Union, types.UnionType):
+        inner = next(arg for arg in args if arg is not type(None))
+        return None if data is None else _decode(inner, data, where)
+    if dataclasses.is_dataclass(kind):
+        return _decode_dataclass(kind, data, where)
+    if origin is tuple:
+        if isinstance(data, list):
+            return tuple(_decode(args[0], item, f"{where}[{n}]") for n, item in enumerate(data))
+    elif origin in (dict, Mapping):
+        if isinstance(data, dict):
+            return {str(key): _decode(args[1], item, f"{where}.{key}") for key, item in data.items()}
+    elif kind is float and isinstance(data, (int, float)) and not isinstance(data, bool):
+        return float(data)
+    elif isinstance(kind, type) and isinstance(data, kind) and (kind is bool) == isinstance(data, bool):
+        return data
+    raise MessageError(f"expected {getattr(kind, '__name__', kind)}, got {type(data).__name__}", where=where)
+
+
+_HINTS: dict[Any, dict[str, Any]] = {}
+
+
+def _decode_dataclass(kind: Any, data: Any, where: str) -> Any:
+    if not isinstance(data, dict):
+        raise MessageError(f"expected an object, got {type(data).__name__}", where=where)
+    hints = _HINTS.setdefault(kind, typing.get_type_hints(kind))
+    values = {}
+    for field in dataclasses.fields(kind):
+        if field.name in data:
+            values[field.name] = _decode(hints[field.name], data[field.name], f"{where}.{field.name}")
+        elif field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING:
+            raise MessageError("missing", where=f"{where}.{field.name}")
+    return kind(**values)
+
+
+def digest(value: Any) -> str:
+    """A short content hash of a JSON-able value (16 hex digits of SHA-256 over its canonical form)."""
+    text = json.dumps(to_json(value), sort_keys=True, separators=(",", ":"))
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+# ======================================================================================================
+# 3. Configuration: TOML text -> Config
+# ======================================================================================================
+# (dataclasses fixed by the lead; the parser is written by a helper)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ClusterConfig:
+    """[cluster]: who belongs together, and how they find each other."""
+
+    name: str = "shardbox"
+    secret_file: str = ""  # as written; resolved by whoever reads it, relative to the TOML's folder
+    secret: str = dataclasses.field(default="", repr=False)
+    discovery: str = "mdns"
+    interfaces: tuple[str, ...] = ()
+    form_wait_s: float = 30.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PortsConfig:
+    """[ports]: TCP ports. `mesh` is the one that other boxes must reach."""
+
+    mesh: int = 7311
+    api: int = 8080
+    data: int = 9000
+    signal: int = 10000
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ApiConfig:
+    """[api]: who may use the OpenAI endpoint."""
+
+    bind: str = "127.0.0.1"
+    keys_file: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineConfig:
+    """[engine], or [nodes.engine] merged over it: where the binaries are and how they run."""
+
+    kind: str = "prima"
+    path: tuple[str, ...] = ("bin",)
+    lib: str = ""
+    args: tuple[str, ...] = ()
+    env: dict[str, str] = dataclasses.field(default_factory=dict)
+    threads: int = 0
+    isolate: str = "auto"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NodeConfig:
+    """One [[nodes]] entry, with the cluster-wide [engine] and [ports] merged in."""
+
+    name: str
+    address: str = ""  # "" means: found by mDNS
+    memory_bytes: int | None = None  # None: measured
+    gpu_memory_bytes: int | None = None  # None: measured ("auto"); 0: leave the GPU alone
+    model_dirs: tuple[str, ...] = ()
+    engine: EngineConfig = EngineConfig()
+    ports: PortsConfig = PortsConfig()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RehearseConfig:
+    """models.rehearse: what a model that is not there would look like, for the rehearsal engine only."""
+
+    layers: int
+    width: int
+    bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelConfig:
+    """One [[models]] entry."""
+
+    name: str
+    path: str
+    aliases: tuple[str, ...] = ()
+    context: int = 4096
+    slots: int = 1
+    max_output: int = 0  # tokens; 0: no limit of ours
+    nodes: tuple[str, ...] = ()  # which may hold it; (): every one
+    leader: str = ""  # "": planned
+    layers: dict[str, int] = dataclasses.field(default_factory=dict)  # node -> layer window; {}: planned
+    autostart: bool = True
+    embeddings: bool = False
+    rehearse: RehearseConfig | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Config:
+    """A whole shardbox.toml."""
+
+    file: str  # the path as the user gave it
+    folder: str  # that relative paths in it start from
+    cluster: ClusterConfig = ClusterConfig()
+    ports: PortsConfig = PortsConfig()
+    api: ApiConfig = ApiConfig()
+    engine: EngineConfig = EngineConfig()
+    nodes: tuple[NodeConfig, ...] = ()
+    models: tuple[ModelConfig, ...] = ()
+
+    def node(self, name: str) -> NodeConfig:
+        """The entry of this node, or one with the cluster's defaults where [[nodes]] does not name it."""
+        for node in self.nodes:
+            if node.name == name:
+                return node
+        return NodeConfig(name=name, engine=self.engine, ports=self.ports)
+
+    def model(self, name: str) -> ModelConfig | None:
+        """The model with this name or alias, None where there is none."""
+        return next((model for model in self.models if name == model.name or name in model.aliases), None)
+
+    @property
+    def hash(self) -> str:
+        """16 hex digits over all that the file says, without the secret: equal on boxes that agree."""
+        body = to_json(dataclasses.replace(self, file="", folder=""))
+        body["cluster"]["secret"] = ""
+        return digest(body)
+
+
+MAX_CONFIG_BYTES = MIB
+MAX_WORLD = 32  # Prima sends the layer windows as uint32[32]
+PORT_BLOCK = 64  # ports a model takes from `data`, and again from `signal`
+SECRET_CHARACTERS = 20
+
+_Path = tuple[str | int, ...]
+
+# --- where a key stands: tomli gives no positions, so a small scanner over text that tomli has accepted ---
+
+_KEY = r"""(?:[A-Za-z0-9_-]+|"(?:\\.|[^"\\\n])*"|'[^'\n]*')"""
+_STATEMENT = re.compile(rf"[ \t]*(\[\[?)?[ \t]*({_KEY}(?:[ \t]*\.[ \t]*{_KEY})*)[ \t]*[\]=]")
+_TOKEN = re.compile(
+    r'''"""(?:\\.|[^\\])*?"{3,5}|\'\'\'.*?'{3,5}|"(?:\\.|[^"\\\n])*"|'[^'\n]*'|#[^\n]*|[\[\]{}\n]''',
+    re.DOTALL,
+)
+
+
+def _statements(text: str) -> Iterator[tuple[int, str, list[str]]]:
+    """(line, "[[", "[" or "", parts of the key) of every header and every key outside brackets."""
+    depth, line, start = 0, 1, 0
+    for token in _TOKEN.finditer(text + "\n"):
+        mark = token.group()
+        depth += (mark in ("[", "{")) - (mark in ("]", "}"))
+        if mark == "\n" and depth == 0:
+            if found := _STATEMENT.match(text, start):
+                first = line - text.count("\n", start, token.start())
+                yield first, found[1] or "", [part.strip("\"'") for part in re.findall(_KEY, found[2])]
+            start = token.end()
+        line += mark.count("\n")
+
+
+def _key_lines(text: str) -> dict[_Path, int]:
+    """The line of each table, array element and key; keys of inline tables are left out."""
+    lines: dict[_Path, int] = {}
+    counts: dict[_Path, int] = {}
+    table: _Path = ()
+    for line, bracket, parts in _statements(text):
+        path: _Path = () if bracket else table
+        for n, part in enumerate(parts[:6], 1):  # nothing of ours is deeper
+            path += (part,)
+            lines.setdefault(path, line)
+            if bracket == "[[" and n == len(parts):
+                counts[path] = counts.get(path, 0) + 1
+            if bracket and path in counts:
+                path += (counts[path] - 1,)
+                lines.setdefault(path, line)
+        table = path if bracket else table
+    return lines
+
+
+# --- what is wrong, and where ---
+
+
+_KINDS = {
+    str: "a string", bool: "true or false", int: "a number", float: "a number",
+    dict: "a table", list: "a list",
+}  # fmt: skip
+
+
+def _kind(value: Any) -> str:
+    return _KINDS.get(type(value), "a date or time")
+
+
+def _shown(value: Any) -> str:
+    """A value in a message: short, on one line, and only when it is text, a number or a switch."""
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, int) and abs(value) >= 10**18:
+        return "a number far too large"  # Python refuses to print some of these
+    if isinstance(value, str) and not value.isprintable():
+        return "a string with control characters"  # perhaps a quote too few, and a secret on its next line
+    if isinstance(value, str) and len(value) > 55:
+        return repr(value[:55]) + "..."
+    return repr(value) if isinstance(value, (str, int, float)) else _kind(value)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Spot:
+    """A place in the file. All spots of a file share `problems` and `doubtful`."""
+
+    file: str
+    lines: Mapping[_Path, int]
+    names: Mapping[_Path, str]  # of elements of [[nodes]] and [[models]]
+    problems: list[tuple[int, ShardboxError]]  # with the line, 0 where it is not known
+    doubtful: dict[_Path, bool]  # no further check builds on these; True: wrong here, False: further in
+    path: _Path = ()
+
+    def at(self, *keys: str | int) -> _Spot:
+        """The place of a key or element in here."""
+        return dataclasses.replace(self, path=self.path + keys)
+
+    def line(self) -> int:
+        """The line of this key, else of the table around it, 0 when neither is known."""
+        known = (self.lines.get(self.path[:end], 0) for end in range(len(self.path), 0, -1))
+        return next(filter(None, known), 0)
+
+    def label(self) -> str:
+        """Such as `ports.data` or `nodes[1] "beta": address`."""
+        text = ""
+        for depth, part in enumerate(self.path, 1):
+            if isinstance(part, int):
+                name = self.names.get(self.path[:depth], "")
+                text += f'[{part}] "{name}":' if name else f"[{part}]"
+            else:
+                key = part if re.fullmatch(r"[A-Za-z0-9_-]{1,60}", part) else _shown(part)
+                text += f" {key}" if text.endswith(":") else f".{key}" if text else key
+        return text.removesuffix(":")
+
+    def error(self, what: str, hint: str = "") -> ShardboxError:
+        """The error to raise for this place."""
+        line = self.line()
+        where = f"{self.file}:{line}" if line else self.file
+        return ShardboxError(what, where=f"{where}: {self.label()}", hint=hint)
+
+    def must(self, wanted: str, value: Any, hint: str = "") -> ShardboxError:
+        """`must be ..., got ...`, with the type alone where the value may be a secret."""
+        private = any(isinstance(part, str) and re.search("secret|key|env", part) for part in self.path)
+        return self.error(f"must be {wanted}, got {_kind(value) if private else _shown(value)}", hint)
+
+    def keep(self, problem: ShardboxError) -> None:
+        """Notes a problem of this place, and goes on."""
+        self.problems.append((self.line(), problem))
+        self.doubt()
+
+    def report(self, what: str, hint: str = "") -> None:
+        """`keep` for a problem in words."""
+        self.keep(self.error(what, hint))
+
+    def take(self, read: _Reader, value: Any) -> list[Any]:
+        """What `read` makes of the value, in a list; an empty list when it is wrong, which is then kept."""
+        try:
+            return [read(value, self)]
+        except ShardboxError as problem:
+            self.keep(problem)
+            return []
+
+    def clean(self) -> bool:
+        """Nothing is wrong here, further in, or in the tables around it."""
+        around = (self.path[:end] for end in range(len(self.path)))
+        return self.path not in self.doubtful and not any(map(self.doubtful.get, around))
+
+    def doubt(self) -> None:
+        """From here on this place is not clean."""
+        for end in range(len(self.path)):
+            self.doubtful.setdefault(self.path[:end], False)
+        self.doubtful[self.path] = True
+
+
+_Reader = Callable[[Any, _Spot], Any]  # value and place -> value for the dataclass; raises ShardboxError
+
+
+def _nearest(word: str, words: Iterable[str]) -> str:
+    return next(iter(difflib.get_close_matches(word[:60].lower(), list(words), 1, 0.6)), "")
+
+
+# --- readers of single values ---
+
+
+def _number(low: int, high: int, hint: str = "", *, whole: bool = True) -> _Reader:
+    def read(value: Any, spot: _Spot) -> Any:
+        fits = type(value) is int or (type(value) is float and not whole)
+        if fits and low <= value <= high:
+            return value
+        wanted = "" if fits else "a whole number " if whole else "a number "
+        raise spot.must(f"{wanted}{low}-{high}", value, hint)
+
+    return read
+
+
+def _flag(value: Any, spot: _Spot) -> bool:
+    if isinstance(value, bool):
+        return value
+    raise spot.must("true or false", value)
+
+
+def _text(wanted: str, pattern: str = "") -> _Reader:
+    def read(value: Any, spot: _Spot) -> str:
+        if not isinstance(value, str) or not value:
+            raise spot.must(wanted, value)
+        if len(value) > 4096 or any(ord(char) < 32 or ord(char) == 127 for char in value):
+            raise spot.error(f"must be {wanted}, without control characters and under 4096 characters")
+        if pattern and not re.fullmatch(pattern, value):
+            raise spot.must(wanted, value)
+        return value
+
+    return read
+
+
+def _one_of(*words: str) -> _Reader:
+    def read(value: Any, spot: _Spot) -> str:
+        if isinstance(value, str) and value in words:
+            return value
+        near = _nearest(value, words) if isinstance(value, str) else ""
+        wanted = " or ".join(f'"{word}"' for word in words)
+        raise spot.must(wanted, value, f'did you mean "{near}"?' if near else "")
+
+    return read
+
+
+def _bytes(value: Any, spot: _Spot, low: int = 1) -> int:
+    wanted = ("" if low else '"auto" or ') + 'a size such as "20GiB", "512MiB" or "1.5GB"'
+    try:
+        size = parse_size(_text(wanted)(value, spot)) if isinstance(value, str) else value
+    except ValueError:
+        size = -1
+    if type(size) is not int or not low <= size < 10**18:
+        raise spot.must(wanted, value)
+    return size
+
+
+def _cap(value: Any, spot: _Spot) -> int | None:
+    size = None if value == "auto" else _bytes(value, spot, 0)
+    if size and size < MIB:  # memory = 20 is never meant as 20 bytes
+        raise spot.must('"auto", 0 or at least 1 MiB', value, 'a number alone is bytes; write "20GiB"')
+    return size
+
+
+_node_name = _text(
+    "1-63 letters, digits, '-', '_' or '.', a letter or digit first", r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}"
+)
+_model_name = _text(
+    "1-128 letters, digits, '.', '-', '_', ':' or '/', a letter or digit first, without '..' or '//'",
+    r"(?!.*(\.\.|//|/$))[A-Za-z0-9][A-Za-z0-9._:/-]{0,127}",
+)
+_path = _text("a path")
+_model_path = _text(
+    "a path, of a split model that of its first part", r"(?!.*-(?!00001)\d{5}-of-\d{5}\.gguf$).+"
+)
+
+
+def _name(value: Any, spot: _Spot) -> str:
+    return str(_node_name(value, spot)).lower()
+
+
+def _or_none(read: _Reader) -> _Reader:
+    """The same, and "" as well."""
+    return lambda value, spot: "" if value == "" else read(value, spot)
+
+
+def _secret(value: Any, spot: _Spot) -> str:
+    text: str = _or_none(_text("a string"))(value, spot)
+    if 0 < len(text.strip()) < SECRET_CHARACTERS:
+        raise spot.error(f"too short: at least {SECRET_CHARACTERS} characters", "`shardbox secret` makes one")
+    return text
+
+
+def _host(value: Any, spot: _Spot) -> str:
+    """An IPv4 literal or a host name."""
+    wanted = "an IPv4 address or a host name"
+    text: str = _text(wanted)(value, spot)
+    label = r"[A-Za-z0-9_]([A-Za-z0-9_-]{0,61}[A-Za-z0-9_])?"
+    if text.count(":") > 1:
+        raise spot.must(wanted, value, "not IPv6: Prima and the mesh use IPv4")
+    if ":" in text:
+        raise spot.must(wanted, value, "without the port; ports stand under [ports] or [nodes.ports]")
+    if re.fullmatch(r"(.*\.)?[0-9]+", text):  # a last label of digits: meant as an IPv4 address
+        try:
+            return str(ipaddress.IPv4Address(text))
+        except ValueError:
+            raise spot.must(wanted, value) from None
+    if len(text) > 253 or not re.fullmatch(rf"{label}(\.{label})*", text):
+        raise spot.must(wanted, value)
+    return text
+
+
+def _address(value: Any, spot: _Spot) -> str:
+    """A host that other boxes can dial."""
+    text = _host(value, spot)
+    if re.fullmatch(r"0\.0\.0\.0|255\.255\.255\.255|2[23]\d\.\d+\.\d+\.\d+", text):
+        raise spot.must("the address that other boxes reach this one by", value)
+    return text
+
+
+def _interface(value: Any, spot: _Spot) -> str:
+    """An interface name, or an IPv4 network written with its own base address."""
+    wanted = 'an interface name or an IPv4 network such as "eth0" or "192.168.1.0/24"'
+    text: str = _text(wanted)(value, spot)
+    if "/" in text:
+        try:
+            return str(ipaddress.IPv4Network(text, strict=False))
+        except ValueError:
+            raise spot.must(wanted, value) from None
+    return str(_text(wanted, r"(?![0-9.]+$)[A-Za-z0-9_.@-]{1,15}")(value, spot))
+
+
+_OWN_FLAGS = {
+    flag: instead
+    for flags, instead in (
+        (
+            "--world --rank --master --next",
+            "the plan sets it; steer it by nodes, leader and layers of a model",
+        ),
+        ("-lw --n-layer-window", "use layers of a model"),
+        ("--data-port", "use ports.data"),
+        ("--signal-port", "use ports.signal"),
+        ("--host --port", "the engine listens on loopback only; clients use ports.api and api.bind"),
+        ("-m --model", "use path of a model"),
+        ("-c --ctx-size", "use context of a model"),
+        ("-np --parallel", "use slots of a model"),
+        ("-t --threads", "use engine.threads"),
+        ("--embedding --embeddings", "use embeddings of a model"),
+    )
+    for flag in flags.split()
+}
+
+
+def _argument(value: Any, spot: _Spot) -> str:
+    """One engine argument. The rest of `--flag=value` is not shown: it may be a key."""
+    text: str = _or_none(_text("a string"))(value, spot)
+    word = re.split(r"[\s=]", text, maxsplit=1)[0]
+    flag = word.replace("_", "-") if word.startswith("--") else word  # as llama.cpp reads it
+    if flag in _OWN_FLAGS:
+        raise spot.error(f"{flag} is set by shardbox itself", _OWN_FLAGS[flag])
+    if re.match(r"-[^\s=]+\s", text):
+        raise spot.error("holds a flag and its value in one string", 'write them as two: ["--flag", "value"]')
+    return text
+
+
+def _cluster_wide(_value: Any, spot: _Spot) -> Any:
+    raise spot.error("is the same on every node", f"set it under [engine]: engine.{spot.path[-1]}")
+
+
+# --- readers of lists and tables ---
+
+
+def _list(read_item: _Reader, wanted: str = "a list", instead: tuple[Any, ...] = ()) -> _Reader:
+    """The items that are right; `instead` stands in for each of the others."""
+
+    def read(value: Any, spot: _Spot) -> tuple[Any, ...]:
+        if not isinstance(value, list):
+            raise spot.must(wanted, value)
+        taken = (spot.at(n).take(read_item, item) or instead for n, item in enumerate(value))
+        return tuple(itertools.chain.from_iterable(taken))
+
+    return read
+
+
+def _folders(value: Any, spot: _Spot) -> tuple[str, ...]:
+    if value == [] or not isinstance(value, (str, list)):
+        raise spot.must("a folder or a list of folders", value)
+    return (_path(value, spot),) if isinstance(value, str) else tuple(_list(_path)(value, spot))
+
+
+def _mapping(read_key: _Reader, read_item: _Reader) -> _Reader:
+    """A table whose keys the user chooses."""
+
+    def read(value: Any, spot: _Spot) -> dict[str, Any]:
+        if not isinstance(value, dict):
+            raise spot.must("a table", value)
+        out: dict[str, Any] = {}
+        for key, item in value.items():
+            for name in spot.at(key).take(read_key, key):
+                if name in out:
+                    spot.at(key).report("given twice; upper and lower case do not matter")
+                out.update((name, got) for got in spot.at(key).take(read_item, item))
+        return out
+
+    return read
+
+
+def _table(keys: Mapping[str, _Reader], needs: tuple[str, ...] = ()) -> _Reader:
+    """A table with fixed keys -> a dict of those that are right; the others are reported."""
+
+    def read(value: Any, spot: _Spot) -> dict[str, Any]:
+        if not isinstance(value, dict):
+            raise spot.must("a table", value)
+        out: dict[str, Any] = {}
+        for key, item in value.items():
+            if key in keys:
+                out.update((key, got) for got in spot.at(key).take(keys[key], item))
+            else:
+                _report_unknown(key, keys, spot)
+        for key in needs:
+            if key not in value and spot.at(key).clean():
+                spot.at(key).report("missing")
+        return out
+
+    return read
+
+
+def _report_unknown(key: str, keys: Mapping[str, _Reader], spot: _Spot) -> None:
+    homes = [home for home, known in _TABLES.items() if key in known]
+    near = "" if homes or len(spot.problems) > 100 else _nearest(key, keys)  # it is slow
+    if homes:
+        tables = (f"[[{home}]]" if home in _ARRAYS else f"[{home}]" for home in homes)
+        hint = f"it belongs under {' or '.join(tables)}"
+    else:
+        hint = f'did you mean "{near}"?' if near else f"valid: {', '.join(keys)}"
+    spot.at(key).report("unknown key" if spot.path else "unknown table or key", hint)
+    # What it should have been is then not also "missing".
+    for meant in [(*spot.path, near)] if near else [(home, key) for home in homes]:
+        dataclasses.replace(spot, path=meant).doubt()
+
+
+# --- what the file may say: one entry a key ---
+
+_CLUSTER: dict[str, _Reader] = {
+    "name": _name, "secret_file": _or_none(_path), "secret": _secret, "discovery": _one_of("mdns", "static"),
+    "interfaces": _list(_interface), "form_wait_s": _number(0, 86400, whole=False),
+}  # fmt: skip
+_PORTS: dict[str, _Reader] = {
+    "mesh": _number(1, 65535), "api": _number(1, 65535),
+    "data": _number(1024, 65471, "Prima needs 64 ports from here for each model; leave it out for 9000"),
+    "signal": _number(1024, 65471, "Prima needs 64 ports from here for each model; leave it out for 10000"),
+}  # fmt: skip
+_API: dict[str, _Reader] = {"bind": _host, "keys_file": _or_none(_path)}
+_ENGINE: dict[str, _Reader] = {
+    "kind": _one_of("prima", "rehearsal"), "path": _folders, "lib": _or_none(_path), "args": _list(_argument),
+    "env": _mapping(_text("a variable's name", "[^=]+"), _or_none(_text("a string"))),
+    "threads": _number(0, 1024), "isolate": _one_of("auto", "always", "never"),
+}  # fmt: skip
+_NODES: dict[str, _Reader] = {
+    "name": _name, "address": _or_none(_address), "memory": _cap, "gpu_memory": _cap,
+    "model_dirs": _list(_path), "ports": _table(_PORTS),
+    "engine": _table(_ENGINE | {"kind": _cluster_wide, "isolate": _cluster_wide}),
+}  # fmt: skip
+_REHEARSE: dict[str, _Reader] = {
+    "layers": _number(1, 4096), "width": _number(1, 1 << 20), "bytes": _bytes,
+}  # fmt: skip
+_MODELS: dict[str, _Reader] = {
+    "name": _model_name, "path": _model_path, "aliases": _list(_model_name), "context": _number(64, 1 << 24),
+    "slots": _number(1, 64), "max_output": _number(0, 1 << 24),
+    "nodes": _list(_name), "leader": _or_none(_name), "layers": _mapping(_name, _number(1, 4096)), "autostart": _flag, "embeddings": _flag,
+    "rehearse": _table(_REHEARSE, needs=tuple(_REHEARSE)),
+}  # fmt: skip
+_TOP: dict[str, _Reader] = {
+    "cluster": _table(_CLUSTER), "ports": _table(_PORTS), "api": _table(_API), "engine": _table(_ENGINE),
+    "nodes": _list(_table(_NODES, needs=("name",)), "a list of tables, [[nodes]]", ({},)),
+    "models": _list(_table(_MODELS, needs=("name", "path")), "a list of tables, [[models]]", ({},)),
+}  # fmt: skip
+_TABLES = {
+    "cluster": _CLUSTER, "ports": _PORTS, "api": _API, "engine": _ENGINE, "nodes": _NODES, "models": _MODELS,
+}  # fmt: skip
+_ARRAYS = ("nodes", "models")
+
+# --- checks over several keys: each runs only where its keys are right by themselves ---
+
+
+def _check_cluster(raw: Mapping[str, Any], root: _Spot) -> None:
+    cluster, spot = raw.get("cluster", {}), root.at("cluster")
+    if spot.at("secret").clean() and spot.at("secret_file").clean():
+        given = [key for key in ("secret", "secret_file") if cluster.get(key)]
+        if not given:
+            hint = "`shardbox secret` makes one; every box needs the same"
+            spot.at("secret_file").report("missing, and no secret either", hint)
+        if len(given) == 2:
+            spot.at("secret").report("given beside secret_file", "keep one of the two")
+    if cluster.get("discovery") != "static":
+        return
+    if not raw.get("nodes") and root.at("nodes").clean():
+        hint = "name each box and its address there"
+        spot.at("discovery").report('"static" finds no other box without [[nodes]]', hint)
+    for n, node in enumerate(raw.get("nodes", ())):
+        if not node.get("address") and (place := root.at("nodes", n, "address")).clean():
+            place.report('missing: cluster.discovery = "static" needs one for every node')
+
+
+def _check_unique(raw: Mapping[str, Any], root: _Spot) -> None:
+    """No two nodes share a name, or address and mesh port; no two models a name or alias."""
+    seen: dict[tuple[Any, ...], str] = {}
+
+    def claim(place: _Spot, shown: str, *identity: Any) -> None:
+        if identity in seen:
+            place.report(f"{shown} is taken by {seen[identity]}")
+        seen.setdefault(identity, place.label())
+
+    for n, node in enumerate(raw.get("nodes", ())):
+        place = root.at("nodes", n)
+        if "name" in node:
+            claim(place.at("name"), f'"{node["name"]}"', "node", node["name"])
+        if node.get("address") and place.at("ports").clean() and root.at("ports").clean():
+            mesh = _ports(raw, node)["mesh"]
+            claim(place.at("address"), f"{node['address']}:{mesh}", "mesh", node["address"].lower(), mesh)
+    for n, model in enumerate(raw.get("models", ())):
+        for key in ("name", "aliases"):
+            named = model.get(key, ())
+            for name in [named] if isinstance(named, str) else named:
+                claim(root.at("models", n, key), _shown(name), "model", name)
+
+
+def _check_models(raw: Mapping[str, Any], root: _Spot) -> None:
+    """The nodes that a model names are declared; each of nodes, layers, leader narrows the one before."""
+    nodes = raw.get("nodes", ())
+    declared = {node["name"] for node in nodes if "name" in node}
+    complete = nodes and all("name" in node for node in nodes)
+    for n, model in enumerate(raw.get("models", ())):
+        allowed, source = (declared, "[[nodes]]") if complete else (None, "")
+        for key in ("nodes", "layers", "leader"):
+            spot, named = root.at("models", n, key), model.get(key)
+            named = [named] if isinstance(named, str) and named else named
+            if not named or not spot.clean():
+                continue
+            for name in dict.fromkeys(named):
+                if allowed is not None and name not in allowed:
+                    near = _nearest(name, sorted(allowed))
+                    spot.report(f'"{name}" is not in {source}', f'did you mean "{near}"?' if near else "")
+            allowed, source = set(named), f"{key} of this model"
+        if len(model.get("layers", {})) > MAX_WORLD:
+            what = f"{len(model['layers'])} nodes; a ring has at most {MAX_WORLD}"
+            root.at("models", n, "layers").report(what)
+
+
+def _ports(raw: Mapping[str, Any], node: Mapping[str, Any]) -> dict[str, int]:
+    return {**dataclasses.asdict(PortsConfig()), **raw.get("ports", {}), **node.get("ports", {})}
+
+
+def _check_ports(raw: Mapping[str, Any], root: _Spot) -> None:
+    """For [ports] if any node runs on them as they are, and for every node with ports of its own."""
+    nodes = raw.get("nodes", ())
+    places = [(root.at("nodes", n, "ports"), node) for n, node in enumerate(nodes) if node.get("ports")]
+    if not nodes or len(places) < len(nodes):
+        places.insert(0, (root.at("ports"), {}))
+    for place, node in places:
+        if place.clean() and root.at("ports").clean():
+            own = node.get("ports") or raw.get("ports", {})
+            _check_ranges(_ports(raw, node), own, max(1, len(raw.get("models", ()))), place)
+
+
+def _check_ranges(ports: Mapping[str, int], own: Mapping[str, int], models: int, spot: _Spot) -> None:
+    """The ports and blocks of one node end before 65536 and do not meet. `own`: what to blame first."""
+    size = {"mesh": 1, "api": 1, "data": PORT_BLOCK * models, "signal": PORT_BLOCK * models}
+    last = {key: ports[key] + size[key] - 1 for key in size}
+    text = {key: f"{ports[key]}-{last[key]}" if size[key] > 1 else f"{ports[key]}" for key in size}
+    for key, count in size.items():
+        if last[key] > 65535:
+            hint = f"start at {65536 - count} or lower: {PORT_BLOCK} ports for each of {models} models"
+            spot.at(key).report(f"takes the ports {text[key]}, and 65535 is the last", hint)
+    for first, second in itertools.combinations(size, 2):
+        if ports[first] <= last[second] and ports[second] <= last[first]:
+            key, other = (first, second) if first in own and second not in own else (second, first)
+            hint = f"data and signal take {PORT_BLOCK} ports a model each" if size[second] > 1 else ""
+            spot.at(key).report(f"{text[key]} meets {other}, {text[other]}", hint)
+
+
+# --- the whole ---
+
+
+def _document(data: bytes, file: str) -> tuple[str, dict[str, Any]]:
+    """The text and what TOML makes of it. Raises ConfigError."""
+    import tomli  # noqa: PLC0415
+
+    where, hint = file, ""
+    if len(data) > MAX_CONFIG_BYTES:
+        what = f"is {format_size(len(data))}; a configuration has at most {format_size(MAX_CONFIG_BYTES)}"
+        raise ConfigError([ShardboxError(what, where=where)])
+    try:
+        text = data.decode("utf-8-sig")  # Windows editors put a byte order mark first
+        document = tomli.loads(text)
+        if document:
+            return text, document
+        what, hint = "says nothing", "start from config.example.toml"
+    except UnicodeDecodeError as error:
+        where = f"{file}:{data.count(10, 0, error.start) + 1}"
+        what, hint = f"not UTF-8 text (byte 0x{data[error.start]:02x})", "save it as UTF-8"
+    except tomli.TOMLDecodeError as error:
+        where, what = f"{file}:{error.lineno}:{error.colno}", f"not TOML: {error.msg}"
+        if error.msg.startswith(("Cannot overwrite", "Cannot declare")):
+            hint = "a key or a [table] may stand only once"
+    except RecursionError:
+        what = "not a configuration: nested too deeply"
+    except ValueError:
+        what = "not a configuration: a number has too many digits"
+    # Out here, because the errors above carry the whole text, and with it the secret.
+    raise ConfigError([ShardboxError(what, where=where, hint=hint)])
+
+
+def _build(raw: Mapping[str, Any], file: str, folder: str) -> Config:
+    """The Config of values that are all right, [engine] and [ports] merged into each node."""
+    engine, nodes, models = raw.get("engine", {}), [], []
+    for node in raw.get("nodes", ()):
+        own = node.get("engine", {})
+        own = {**engine, **own, "env": {**engine.get("env", {}), **own.get("env", {})}}
+        fields = {
+            f"{key}_bytes" if key in ("memory", "gpu_memory") else key: value for key, value in node.items()
+        }
+        merged = {"engine": EngineConfig(**own), "ports": PortsConfig(**_ports(raw, node))}
+        nodes.append(NodeConfig(**{**fields, **merged}))
+    for model in raw.get("models", ()):
+        shape = {"rehearse": RehearseConfig(**model["rehearse"])} if "rehearse" in model else {}
+        models.append(ModelConfig(**{**model, **shape}))
+    cluster = dict(raw["cluster"])
+    cluster["form_wait_s"] = float(cluster.get("form_wait_s", ClusterConfig().form_wait_s))
+    return Config(
+        file=file,
+        folder=folder,
+        cluster=ClusterConfig(**cluster),
+        ports=PortsConfig(**raw.get("ports", {})),
+        api=ApiConfig(**raw.get("api", {})),
+        engine=EngineConfig(**engine),
+        nodes=tuple(nodes),
+        models=tuple(models),
+    )
+
+
+def parse_config(data: bytes, *, file: str, folder: str) -> Config:
+    """The Config that the bytes of a TOML file say. `file` names it in messages, `folder` is what its
+    relative paths start from; neither is opened. Raises ConfigError with every problem, in file order."""
+    text, document = _document(data, file)
+    names: dict[_Path, str] = {
+        (key, n): entry["name"]
+        for key in _ARRAYS
+        if isinstance(document.get(key), list)
+        for n, entry in enumerate(document[key])
+        if isinstance(entry, dict)
+        and isinstance(entry.get("name"), str)
+        and re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._:/-]{0,59}", entry["name"])
+    }
+    root = _Spot(file=file, lines=_key_lines(text), names=names, problems=[], doubtful={})
+    raw = _table(_TOP)(document, root)
+    for check in (_check_cluster, _check_unique, _check_models, _check_ports):
+        check(raw, root)
+    if root.problems:
+        raise ConfigError([problem for _, problem in sorted(root.problems, key=lambda found: found[0])])
+    return _build(raw, file, folder)
+
+
+# ======================================================================================================
+# 4. Inventory: what each node has, and what a GGUF header says
+# ======================================================================================================
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelShape:
+    """What the planner needs to know of a model; all sizes in bytes as stored in the file."""
+
+    architecture: str
+    layers: int
+    width: int  # n_embd
+    vocab: int
+    heads: int
+    kv_heads: int
+    key_width: int  # per head
+    value_width: int
+    ff_width: int
+    context_train: int
+    layer_bytes: tuple[int, ...]  # one entry a layer: the bytes of its own tensors
+    embedding_bytes: int  # token_embd
+    output_bytes: int  # output, output_norm and all else that is not in a layer
+    tied_output: bool  # no output.weight: the embedding is used again
+    quantisation: str  # of most bytes, such as "Q4_K"
+    name: str = ""  # general.name
+    chat_template: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GpuFacts:
+    """One accelerator as NVML reports it; None where it gives no reading (a Jetson shares the memory)."""
+
+    index: int
+    name: str
+    total_bytes: int | None = None
+    free_bytes: int | None = None
+    note: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryFacts:
+    """Memory of this box or, in a container, of its control group."""
+
+    total_bytes: int
+    available_bytes: int  # what a new process could take, without our own engines' share added back
+    source: str = "meminfo"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BinaryFacts:
+    """One engine binary: "leader" is llama-server, "worker" is llama-cli."""
+
+    role: str
+    path: str = ""
+    sha256: str = ""
+    version: str = ""  # the first line of --version
+    commit: str = ""
+    problem: str = ""  # "" when it runs
+    hint: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelFacts:
+    """One [[models]] entry as this node finds it."""
+
+    name: str
+    path: str = ""  # first part; "" when it is not here
+    parts: int = 0
+    size_bytes: int = 0
+    shape: ModelShape | None = None
+    root: str = ""  # content hash over the chunk hashes; "" until it is known
+    hashed_bytes: int = 0  # progress towards it
+    problem: str = ""
+    hint: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AddressFacts:
+    """One IPv4 address that other boxes may use."""
+
+    address: str
+    interface: str
+    prefix: int
+    note: str = ""  # such as "link-local, nothing better was found"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NodeFacts:
+    """Everything that a node knows of itself and tells the others."""
+
+    name: str
+    machine: str  # a hash of /etc/machine-id, the same for all nodes of one box
+    start: int  # grows with every start of the node on that box
+    protocol: int
+    version: str
+    config_hash: str
+    platform: str  # such as "linux-x86_64"
+    cores: int
+    memory: MemoryFacts
+    addresses: tuple[AddressFacts, ...] = ()
+    mesh_port: int = 7311
+    gpus: tuple[GpuFacts, ...] = ()
+    gpu_note: str = ""  # why there are none
+    binaries: tuple[BinaryFacts, ...] = ()
+    models: tuple[ModelFacts, ...] = ()
+    isolation: str = ""  # "" when engines can be closed in, else why not
+    engine_kind: str = "prima"
+    ports: PortsConfig = PortsConfig()
+    own_bytes: int = 0  # memory held by our own engines now: it counts as free
+
+    def binary(self, role: str) -> BinaryFacts:
+        """This node's binary for a role; one with a `problem` where there is none."""
+        for binary in self.binaries:
+            if binary.role == role:
+                return binary
+        return BinaryFacts(role=role, problem="not looked for")
+
+    def model(self, name: str) -> ModelFacts:
+        """This node's copy of a model; one with a `problem` where there is none."""
+        for model in self.models:
+            if model.name == name:
+                return model
+        return ModelFacts(name=name, problem="not in this node's configuration")
+
+
+# ======================================================================================================
+# 4b. GGUF: what a model file's header says. Nothing in it is believed before it is checked.
+# ======================================================================================================
+
+MAX_ENTRIES = 100_000  # tensors, and keys: large real models have about 2,000 and 60
+MAX_STRING_BYTES = 1 << 20  # a key, a name, a chat template
+MAX_KEPT_BYTES = 16 << 20  # of all strings and short arrays held in memory
+MAX_WALKED_STRINGS = 2_000_000  # in token lists, which must be walked: the largest have 800,000
+KEPT_ARRAY_LENGTH = 1024  # longer arrays are skipped; those with one entry a layer are shorter
+_WINDOW_BYTES = 256 << 10  # read at a time
+
+# ggml's type number -> (name, elements in a block, bytes of a block). Source: prima.cpp bdf9d8e7,
+# ggml/include/ggml.h (numbers) and ggml/src/ggml-common.h (block sizes).
+GGML_TYPES: dict[int, tuple[str, int, int]] = {
+    0: ("F32", 1, 4), 1: ("F16", 1, 2), 2: ("Q4_0", 32, 18), 3: ("Q4_1", 32, 20),
+    6: ("Q5_0", 32, 22), 7: ("Q5_1", 32, 24), 8: ("Q8_0", 32, 34), 9: ("Q8_1", 32, 36),
+    10: ("Q2_K", 256, 84), 11: ("Q3_K", 256, 110), 12: ("Q4_K", 256, 144), 13: ("Q5_K", 256, 176),
+    14: ("Q6_K", 256, 210), 15: ("Q8_K", 256, 292), 16: ("IQ2_XXS", 256, 66), 17: ("IQ2_XS", 256, 74),
+    18: ("IQ3_XXS", 256, 98), 19: ("IQ1_S", 256, 50), 20: ("IQ4_NL", 32, 18), 21: ("IQ3_S", 256, 110),
+    22: ("IQ2_S", 256, 82), 23: ("IQ4_XS", 256, 136), 24: ("I8", 1, 1), 25: ("I16", 1, 2),
+    26: ("I32", 1, 4), 27: ("I64", 1, 8), 28: ("F64", 1, 8), 29: ("IQ1_M", 256, 56),
+    30: ("BF16", 1, 2), 34: ("TQ1_0", 256, 54), 35: ("TQ2_0", 256, 66),
+}  # fmt: skip
+# Known by name only, for a better sentence: Prima refuses these, so a size would be of no use.
+_REFUSED_TYPES = {4: "Q4_2", 5: "Q4_3", 31: "Q4_0_4_4", 32: "Q4_0_4_8", 33: "Q4_0_8_8", 36: "IQ4_NL_4_4",
+                  37: "IQ4_NL_4_8", 38: "IQ4_NL_8_8", 39: "MXFP4", 40: "NVFP4"}  # fmt: skip
+# GGUF value type -> struct code. 8 is a string, 9 an array.
+_SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
+_U32, _U64 = struct.Struct("<I"), struct.Struct("<Q")
+_COPY_AGAIN = "copy or download the file again, and compare its size with the original"
+_WHOLE_MODEL = "a whole language model is wanted: not an adapter, a projector or a vocabulary"
+_CONVERT = "convert it with Prima's convert_hf_to_gguf.py, or download the model as GGUF"
+_SAVED_PAGE = "the download saved an answer in place of the file: use the direct link, check the login"
+_OTHER_FILES = (  # first bytes in lower case, what such a file is, what to do
+    ((b"version https://git-lfs",), "a Git LFS pointer", "run `git lfs pull` where it was cloned"),
+    ((b"<!doctype", b"<html", b"<?xml"), "a web page", _SAVED_PAGE),
+    ((b"{",), "JSON text", _SAVED_PAGE),
+    ((b"pk\x03\x04",), "a zip archive or a PyTorch checkpoint", f"unpack it, or {_CONVERT}"),
+    ((b"\x1f\x8b", b"\x28\xb5\x2f\xfd", b"\xfd7zxz"), "a compressed archive", "unpack it first"),
+    ((b"tjgg", b"lmgg", b"fmgg"), "a model in the old GGML format", _CONVERT),
+)
+
+GgufValue = str | int | float | tuple[int | float, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TensorInfo:
+    """One tensor's entry; `offset` counts from the header's `data_offset`, `bytes` is without padding."""
+
+    name: str
+    dims: tuple[int, ...]  # the first is contiguous: width comes before rows
+    type: str
+    offset: int
+    bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GgufHeader:
+    """The checked header of one GGUF file, which may be one part of a split model."""
+
+    name: str  # as the caller calls the file
+    version: int
+    metadata: dict[str, GgufValue]  # without arrays that are long or of strings
+    lengths: dict[str, int]  # of every array, also of those left out
+    tensors: tuple[TensorInfo, ...]
+    data_offset: int  # bytes
+    split_no: int = 0  # from 0
+    split_count: int = 1
+    split_tensors: int = 0  # in all parts together; 0: not split
+
+
+class _GgufReader:
+    """Little-endian values from a stream; each length is held against the file's size before it is used."""
+
+    def __init__(self, stream: BinaryIO, size: int, name: str) -> None:
+        self.stream, self.size, self.name = stream, size, name
+        self.pos = self.kept_bytes = self.walked = 0
+        self._chunk, self._base = b"", 0
+
+    def error(self, what: str, hint: str = _COPY_AGAIN) -> GgufError:
+        return GgufError(what, where=self.name, hint=hint)
+
+    def require(self, count: int) -> None:
+        if count > self.size - self.pos:
+            need = self.pos + count
+            raise self.error(f"cut short: the header needs at least {need} bytes, the file has {self.size}")
+
+    def skip(self, count: int) -> None:
+        self.require(count)
+        self.pos += count
+
+    def take(self, count: int) -> bytes:
+        start = self.pos
+        self.skip(count)
+        if start < self._base or self.pos > self._base + len(self._chunk):
+            self.stream.seek(start)
+            self._base, self._chunk = start, self.stream.read(max(count, _WINDOW_BYTES))
+            if len(self._chunk) < count:
+                raise self.error(f"cut short: it ended at {start + len(self._chunk)} while being read")
+        return self._chunk[start - self._base : self.pos - self._base]
+
+    def u32(self) -> int:
+        return int(_U32.unpack(self.take(4))[0])
+
+    def u64(self) -> int:
+        return int(_U64.unpack(self.take(8))[0])
+
+    def keep(self, count: int) -> None:
+        self.kept_bytes += count
+        if self.kept_bytes > MAX_KEPT_BYTES:
+            raise self.error(f"the header holds more than {format_size(MAX_KEPT_BYTES)} of names and values")
+
+    def string(self) -> str:
+        length = self.u64()
+        if length > MAX_STRING_BYTES:
+            raise self.error(f"the header is damaged: a string of {length} bytes at byte {self.pos - 8}")
+        self.keep(length)
+        return self.take(length).decode("utf-8", "replace")
+
+
+def read_gguf_header(stream: BinaryIO, size: int, name: str) -> GgufHeader:
+    """The header of the GGUF file in a seekable, buffered `stream` of `size` bytes, called `name` in errors.
+
+    Reads the header only; work and memory are bounded whatever the bytes are. Raises GgufError when it is
+    not GGUF version 2 or 3 (little endian), is damaged, or when the tensors do not fit into `size`.
+    Source: the GGUF specification, https://github.com/ggml-org/ggml/blob/master/docs/gguf.md.
+    """
+    reader = _GgufReader(stream, size, name)
+    version = _read_preamble(reader)
+    tensor_count, key_count = reader.u64(), reader.u64()
+    for count, what, least_bytes in ((tensor_count, "tensors", 24), (key_count, "keys", 13)):
+        if count > MAX_ENTRIES:
+            raise reader.error(f"the header is damaged: it claims {count} {what}, {MAX_ENTRIES} is the limit")
+        reader.require(count * least_bytes)
+    metadata, lengths = _read_metadata(reader, key_count)
+    tensors = tuple(_read_tensor(reader) for _ in range(tensor_count))
+    alignment = _key_count(name, metadata, "general.alignment", 32)
+    if alignment not in {1 << n for n in range(21)}:
+        raise reader.error(f"key 'general.alignment' is {alignment}: a power of two up to 1 MiB is wanted")
+    data_offset = -(-reader.pos // alignment) * alignment
+    _check_extents(reader, tensors, data_offset, alignment)
+    return GgufHeader(
+        name=name,
+        version=version,
+        metadata=metadata,
+        lengths=lengths,
+        tensors=tensors,
+        data_offset=data_offset,
+        split_no=_key_count(name, metadata, "split.no", 0),
+        split_count=max(1, _key_count(name, metadata, "split.count", 1)),
+        split_tensors=_key_count(name, metadata, "split.tensors.count", 0),
+    )
+
+
+def _read_preamble(reader: _GgufReader) -> int:
+    if reader.size == 0:
+        raise reader.error("the file is empty")
+    first = reader.take(min(64, reader.size))
+    if first[:4] != b"GGUF":
+        looks, hint = _look_of(first)
+        raise reader.error(f"not a GGUF file: it looks like {looks}", hint)
+    reader.pos = 4
+    version = reader.u32()
+    if version & 0xFFFF == 0 and version:
+        raise reader.error("a big-endian GGUF file", "take the little-endian file of the same model")
+    if version not in (2, 3):
+        hint = "convert the model again with a current convert_hf_to_gguf.py, or download a newer file"
+        raise reader.error(f"GGUF version {version}: only 2 and 3 can be read", hint)
+    return version
+
+
+def _look_of(first: bytes) -> tuple[str, str]:
+    """What a file that is no GGUF seems to be, from its first bytes, and what to do about it."""
+    if first[8:10] == b'{"':
+        return "a safetensors file", _CONVERT
+    if not first.strip(b"\0"):
+        return "zeros only", "a download or copy that did not finish: start it again"
+    text = first.lstrip().lower()
+    for starts, looks, hint in _OTHER_FILES:
+        if text.startswith(starts):
+            return looks, hint
+    return f"something else (first bytes {first[:8].hex(' ')})", _COPY_AGAIN
+
+
+def _read_metadata(reader: _GgufReader, count: int) -> tuple[dict[str, GgufValue], dict[str, int]]:
+    metadata: dict[str, GgufValue] = {}
+    lengths: dict[str, int] = {}
+    for _ in range(count):
+        key, kind = reader.string(), reader.u32()
+        if key in metadata or key in lengths:
+            raise reader.error(f"the header is damaged: key {key[:64]!r} stands there twice")
+        if kind == 9:
+            lengths[key], items = _read_array(reader, key)
+            if items is not None:
+                metadata[key] = items
+        elif kind == 8:
+            metadata[key] = reader.string()
+        else:
+            metadata[key] = _read_numbers(reader, key, kind, 1)[0]
+    return metadata, lengths
+
+
+def _read_numbers(reader: _GgufReader, key: str, kind: int, count: int) -> tuple[int | float, ...]:
+    if kind not in _SCALARS:
+        raise reader.error(f"the header is damaged: key {key[:64]!r} has the unknown value type {kind}")
+    layout = struct.Struct(f"<{count}{_SCALARS[kind]}")
+    return layout.unpack(reader.take(layout.size))
+
+
+def _read_array(reader: _GgufReader, key: str) -> tuple[int, tuple[int | float, ...] | None]:
+    """An array's length, and its items where they are few numbers."""
+    kind, length = reader.u32(), reader.u64()
+    if kind == 9:  # the format allows it, ggml asserts against it
+        raise reader.error(f"key {key[:64]!r} is an array of arrays, which Prima cannot read")
+    if kind == 8:
+        reader.require(length * 8)
+        reader.walked += length
+        if reader.walked > MAX_WALKED_STRINGS:
+            raise reader.error(f"the header claims more than {MAX_WALKED_STRINGS} strings, at {key[:64]!r}")
+        for _ in range(length):
+            reader.skip(reader.u64())
+        return length, None
+    if length <= KEPT_ARRAY_LENGTH:
+        reader.keep(8 * length)
+        return length, _read_numbers(reader, key, kind, length)
+    _read_numbers(reader, key, kind, 0)  # for its check of the type
+    reader.skip(length * struct.calcsize("<" + _SCALARS[kind]))
+    return length, None
+
+
+def _read_tensor(reader: _GgufReader) -> TensorInfo:
+    name, dim_count = reader.string(), reader.u32()
+    label = f"tensor {name[:64]!r}"
+    if dim_count > 4:
+        raise reader.error(f"the header is damaged: {label} has {dim_count} dimensions, 4 is the limit")
+    dims = tuple(reader.u64() for _ in range(dim_count))
+    number, offset = reader.u32(), reader.u64()
+    if number not in GGML_TYPES:
+        known = f" ({_REFUSED_TYPES[number]})" if number in _REFUSED_TYPES else ""
+        hint = "take a file of a common quantisation such as Q4_K_M, or one that is not damaged"
+        raise reader.error(f"{label} has type {number}{known}, which Prima does not know", hint)
+    kind, block, block_bytes = GGML_TYPES[number]
+    elements = math.prod(dims)
+    if elements == 0 or elements >= 1 << 63 or (dims[0] if dims else 1) % block:
+        shape = " x ".join(map(str, dims))
+        raise reader.error(f"the header is damaged: {label} of type {kind} cannot have the shape {shape}")
+    return TensorInfo(name=name, dims=dims, type=kind, offset=offset, bytes=elements // block * block_bytes)
+
+
+def _check_extents(reader: _GgufReader, tensors: Sequence[TensorInfo], data_offset: int, alignment: int) -> None:
+    """Raises GgufError for tensors that share a name or bytes, are not aligned, or lie outside the file."""
+    doubles = [name for name, times in Counter(tensor.name for tensor in tensors).items() if times > 1]
+    if doubles:
+        raise reader.error(f"the header is damaged: tensor {doubles[0][:64]!r} stands there twice")
+    end = 0
+    for tensor in sorted(tensors, key=lambda tensor: tensor.offset):
+        if tensor.offset % alignment or tensor.offset < end:
+            label = f"tensor {tensor.name[:64]!r}"
+            raise reader.error(f"the header is damaged: {label} cannot start at {tensor.offset}")
+        end = tensor.offset + tensor.bytes
+    if tensors and data_offset + end > reader.size:
+        end += data_offset
+        raise reader.error(f"cut short: the header needs {end} bytes, the file has {reader.size}")
+
+
+def split_parts(name: str) -> tuple[str, ...]:
+    """The names of all parts of a split model, first part first; (name,) where it is not one of a split.
+
+    "x-00002-of-00003.gguf" gives three names, also with folders before it.
+    """
+    match = re.fullmatch(r"(.*)-(\d{5})-of-(\d{5})\.gguf", name, re.DOTALL)
+    if not match or not 1 <= int(match[2]) <= int(match[3]):
+        return (name,)
+    return tuple(f"{match[1]}-{number:05}-of-{match[3]}.gguf" for number in range(1, int(match[3]) + 1))
+
+
+def _key_count(where: str, metadata: dict[str, GgufValue], key: str, default: int | None = None) -> int:
+    """A key's whole number, the largest where it is an array. Raises GgufError where it is none."""
+    value = metadata.get(key, default)
+    if value is None:
+        raise GgufError(f"key {key[:64]!r} is missing", where=where, hint=_WHOLE_MODEL)
+    items = value if isinstance(value, tuple) else (value,)
+    for item in items or ("an empty array",):
+        if not isinstance(item, int) or isinstance(item, bool) or not 0 <= item < 1 << 31:
+            what = f"key {key[:64]!r} must be a whole number, got {str(item)[:40]!r}"
+            raise GgufError(what, where=where, hint=_COPY_AGAIN)
+    return max(item for item in items if isinstance(item, int))
+
+
+def model_shape(headers: Sequence[GgufHeader]) -> ModelShape:
+    """What the planner needs to know of a model, from the headers of all its parts in order.
+
+    Raises GgufError where a part is missing or of another model, or a key or tensor that is needed is absent.
+    """
+    first, tensors = headers[0], _all_tensors(headers)
+    where, metadata = first.name, first.metadata
+    architecture = metadata.get("general.architecture")
+    if not isinstance(architecture, str):
+        raise GgufError("key 'general.architecture' is missing", where=where, hint=_WHOLE_MODEL)
+
+    def count(key: str, default: int | None = None) -> int:
+        return _key_count(where, metadata, f"{architecture}.{key}", default)
+
+    layer_bytes = _layer_bytes(where, tensors, count("block_count"))
+    embedding = tensors.get("token_embd.weight")
+    if embedding is None:
+        raise GgufError("tensor 'token_embd.weight' is missing", where=where, hint=_WHOLE_MODEL)
+    embedding_bytes = sum(t.bytes for name, t in tensors.items() if name.startswith("token_embd."))
+    heads, width = count("attention.head_count"), count("embedding_length")
+    head_width = width // max(1, heads)
+    by_type: Counter[str] = Counter()
+    for tensor in tensors.values():
+        by_type[tensor.type] += tensor.bytes
+    listed = first.lengths.get("tokenizer.ggml.tokens", 0)
+    return ModelShape(
+        architecture=_plain_text(architecture),
+        layers=len(layer_bytes),
+        width=width,
+        vocab=embedding.dims[1] if len(embedding.dims) > 1 else listed or count("vocab_size"),
+        heads=heads,
+        kv_heads=count("attention.head_count_kv", heads),
+        key_width=count("attention.key_length", head_width),
+        value_width=count("attention.value_length", head_width),
+        ff_width=count("feed_forward_length"),
+        context_train=count("context_length"),
+        layer_bytes=layer_bytes,
+        embedding_bytes=embedding_bytes,
+        output_bytes=sum(by_type.values()) - sum(layer_bytes) - embedding_bytes,
+        tied_output="output.weight" not in tensors,
+        quantisation=by_type.most_common(1)[0][0],
+        name=_plain_text(str(metadata.get("general.name", ""))),
+        chat_template="tokenizer.chat_template" in metadata,
+    )
+
+
+def _plain_text(text: str) -> str:
+    """Text from a file, safe to print in one line: no control characters, at most 80 long."""
+    return "".join(char for char in text if char.isprintable())[:80]
+
+
+def _all_tensors(headers: Sequence[GgufHeader]) -> dict[str, TensorInfo]:
+    """The tensors of all parts by name. Raises GgufError where the parts do not make one whole model."""
+    tensors: dict[str, TensorInfo] = {}
+    for number, header in enumerate(headers):
+        if header.split_count != len(headers) or header.split_no != number:
+            inside = f"part {header.split_no + 1} of {header.split_count}"
+            what = f"its header says {inside}, its name says part {number + 1} of {len(headers)}"
+            hint = "keep the names that the parts came with: x-00001-of-00003.gguf"
+            raise GgufError(what, where=header.name, hint=hint)
+        for tensor in header.tensors:
+            if tensor.name in tensors:
+                what = f"tensor {tensor.name[:64]!r} is in two parts"
+                raise GgufError(what, where=header.name, hint=_COPY_AGAIN)
+            tensors[tensor.name] = tensor
+    wanted = headers[0].split_tensors
+    if wanted and wanted != len(tensors):
+        what = f"the parts hold {len(tensors)} tensors, {wanted} were announced"
+        raise GgufError(what, where=headers[0].name, hint="one part is of another model")
+    return tensors
+
+
+def _layer_bytes(where: str, tensors: dict[str, TensorInfo], layers: int) -> tuple[int, ...]:
+    """Bytes of each layer's own tensors. Raises GgufError where a layer has none, or is one too many."""
+    if layers > len(tensors):  # before anything of that length is made
+        what = f"{layers} layers are announced, there are {len(tensors)} tensors"
+        raise GgufError(what, where=where, hint=_COPY_AGAIN)
+    sizes = [0] * layers
+    for name, tensor in tensors.items():
+        match = re.match(r"blk\.(\d{1,9})\.", name)
+        if match and int(match[1]) >= layers:
+            what = f"tensor {name[:64]!r} is beyond the {layers} layers announced"
+            raise GgufError(what, where=where, hint=_COPY_AGAIN)
+        if match:
+            sizes[int(match[1])] += tensor.bytes
+    if 0 in sizes:
+        raise GgufError(f"layer {sizes.index(0)} has no tensors", where=where, hint=_COPY_AGAIN)
+    return tuple(sizes)
+
+
+# ======================================================================================================
+# 5. Plan: Config + NodeFacts -> where each layer goes, and why. Pure: same input, same plan, everywhere.
+# ======================================================================================================
+
+MAX_RANKS = 32  # Prima sends the layer windows as uint32[32] (bdf9d8e7, src/llama.cpp)
+PORT_BLOCK = 64  # ports a model may use from each base: ranks 0-31, and 32 for the leader's HTTP
+HTTP_OFFSET = 32
+ENGINE_BASE_BYTES = 48 * MIB  # an engine before it holds a model: code, threads, vocabulary
+GPU_BASE_BYTES = 512 * MIB  # a CUDA context and its scratch space, on each card
+HEADROOM = 0.05  # of a node's memory, left alone
+PREFILL_BATCH = 512  # tokens; llama.cpp's default ubatch, what compute buffers are sized for
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankPlan:
+    """What one node does in a ring. Sizes in bytes; `free_bytes` is what the plan leaves of its budget."""
+
+    rank: int
+    node: str
+    window: int  # layers
+    first_layer: int
+    gpu_layers: int
+    weights_bytes: int
+    kv_bytes: int
+    buffer_bytes: int
+    gpu_bytes: int  # the part of all these that goes to the card
+    free_bytes: int
+    threads: int
+    why: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelPlan:
+    """How one model is served: rank 0 leads. `world` 1 means one node holds it all."""
+
+    model: str
+    ranks: tuple[RankPlan, ...]
+    block: int  # which block of PORT_BLOCK ports, counted from each node's own bases
+    layers: int
+    context: int  # tokens over all slots: what the engine is told with -c
+    shape: ModelShape
+    reason: str
+    left_out: dict[str, str] = dataclasses.field(default_factory=dict)  # node -> why
+
+    @property
+    def world(self) -> int:
+        """The number of ranks."""
+        return len(self.ranks)
+
+    @property
+    def leader(self) -> str:
+        """The node of rank 0."""
+        return self.ranks[0].node
+
+    def rank_of(self, node: str) -> RankPlan | None:
+        """This node's part, None where it has none."""
+        return next((rank for rank in self.ranks if rank.node == node), None)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Room:
+    """What one node may spend on a model, in bytes, after caps, head-room and models placed before."""
+
+    node: str
+    ram_bytes: int
+    gpu_bytes: int
+    note: str
+    cores: int = 1
+
+    @property
+    def total_bytes(self) -> int:
+        """Memory and GPU memory together."""
+        return self.ram_bytes + self.gpu_bytes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Costs:
+    """What a model costs in bytes, independent of where it goes."""
+
+    layer_bytes: tuple[int, ...]  # weights
+    layer_kv_bytes: int  # KV cache of one layer over the whole context
+    ends_bytes: int  # embedding and output, held by the leader
+    leader_buffer_bytes: int
+    worker_buffer_bytes: int
+
+    def fixed_bytes(self, leader: bool) -> int:
+        """What a rank needs before its first layer."""
+        return self.ends_bytes + self.leader_buffer_bytes if leader else self.worker_buffer_bytes
+
+    def range_bytes(self, first: int, count: int) -> int:
+        """Weights and KV cache of `count` layers from `first` on."""
+        return sum(self.layer_bytes[first : first + count]) + count * self.layer_kv_bytes
+
+    @property
+    def total_bytes(self) -> int:
+        """All of it on one node."""
+        return self.fixed_bytes(leader=True) + self.range_bytes(0, len(self.layer_bytes))
+
+
+def model_costs(shape: ModelShape, context: int) -> Costs:
+    """Costs for `context` tokens over all slots. The KV cache is f16, two bytes a value (llama.cpp's default);
+    compute buffers are what its graph keeps at once for a batch of PREFILL_BATCH tokens, in f32."""
+    batch = min(PREFILL_BATCH, context)
+    graph = 4 * batch * (2 * shape.ff_width + 8 * shape.width + context * shape.heads)
+    logits = 4 * batch * shape.vocab
+    return Costs(
+        layer_bytes=shape.layer_bytes,
+        layer_kv_bytes=2 * context * shape.kv_heads * (shape.key_width + shape.value_width),
+        ends_bytes=shape.embedding_bytes + shape.output_bytes,
+        leader_buffer_bytes=ENGINE_BASE_BYTES + graph + logits,
+        worker_buffer_bytes=ENGINE_BASE_BYTES + graph,
+    )
+
+
+def rehearsed_shape(rehearse: RehearseConfig, name: str) -> ModelShape:
+    """A model of this many equal layers, for the rehearsal of one that is not there; proportions of a common
+    dense model (grouped heads of 128, four times the width between, no tied output)."""
+    ends = rehearse.bytes // 20
+    layer = (rehearse.bytes - ends) // rehearse.layers
+    heads = max(1, rehearse.width // 128)
+    return ModelShape(
+        architecture="rehearsal", layers=rehearse.layers, width=rehearse.width, vocab=32000, heads=heads,
+        kv_heads=max(1, heads // 8), key_width=128, value_width=128, ff_width=4 * rehearse.width,
+        context_train=131072, layer_bytes=(layer,) * rehearse.layers, embedding_bytes=ends // 2,
+        output_bytes=ends - ends // 2, tied_output=False, quantisation="none", name=name,
+    )  # fmt: skip
+
+
+def node_room(config: Config, facts: NodeFacts, taken: int, models: int) -> Room:
+    """What this node may spend. The rehearsal holds no weights, so there a cap counts as given."""
+    node = config.node(facts.name)
+    measured = facts.memory.available_bytes + facts.own_bytes
+    cap = node.memory_bytes
+    if cap is None:
+        ram, note = measured, f"{format_size(measured)} available"
+    elif config.engine.kind == "rehearsal" or cap <= measured:
+        ram, note = cap, f"capped at {format_size(cap)}"
+    else:
+        ram, note = measured, f"{format_size(measured)} available, below its cap of {format_size(cap)}"
+    cards = [gpu.free_bytes for gpu in facts.gpus if gpu.free_bytes]
+    gpu = sum(max(0, int(free * (1 - HEADROOM)) - GPU_BASE_BYTES) for free in cards)
+    if node.gpu_memory_bytes is not None:
+        gpu = min(gpu, node.gpu_memory_bytes)
+    ram = max(0, int(ram * (1 - HEADROOM)) - taken)
+    if taken:
+        note += f", {format_size(taken)} of it for other models"
+    threads = node.engine.threads or max(1, facts.cores // max(1, models))
+    return Room(node=facts.name, ram_bytes=ram, gpu_bytes=gpu, note=note, cores=threads)
+
+
+def _binary_problem(facts: NodeFacts, role: str) -> str:
+    if facts.engine_kind == "rehearsal":
+        return ""
+    binary = facts.binary(role)
+    return f"cannot {'lead' if role == 'leader' else 'work'}: {binary.problem}" if binary.problem else ""
+
+
+def node_problem(config: Config, model: ModelConfig, facts: NodeFacts, root: str) -> str:
+    """Why this node cannot hold any part of the model, "" when it can. `root`: the content that counts."""
+    if model.nodes and facts.name not in model.nodes:
+        return "not in the model's `nodes`"
+    if model.layers and facts.name not in model.layers:
+        return "not in the model's `layers`"
+    if facts.engine_kind != config.engine.kind:
+        return f"runs engine kind {facts.engine_kind!r}, this box wants {config.engine.kind!r}"
+    worker, leader = _binary_problem(facts, "worker"), _binary_problem(facts, "leader")
+    if worker and leader:
+        return worker
+    copy = facts.model(model.name)
+    if copy.problem and not (config.engine.kind == "rehearsal" and model.rehearse and not copy.path):
+        return copy.problem
+    if root and copy.root and copy.root != root:
+        return f"its copy of {model.path} has other bytes ({copy.root[:8]}, others have {root[:8]})"
+    return ""
+
+
+def model_shape_of(config: Config, model: ModelConfig, facts: Sequence[NodeFacts]) -> tuple[ModelShape, str]:
+    """The model's shape and content hash, as most nodes that hold it have it (ties: lowest hash).
+    Raises PlanError where no node has it."""
+    copies = [(node.name, node.model(model.name)) for node in facts]
+    whole = [copy for _, copy in copies if copy.shape is not None and not copy.problem]
+    if not whole:
+        if config.engine.kind == "rehearsal" and model.rehearse:
+            return rehearsed_shape(model.rehearse, model.name), ""
+        found = "; ".join(f"{name}: {copy.problem or 'not there'}" for name, copy in copies)
+        raise PlanError(f"no node has a whole copy of {model.path} ({found})", where=f"model {model.name}",
+                        hint="copy the file to every box, under the TOML's folder or one of model_dirs")  # fmt: skip
+    roots = sorted(copy.root for copy in whole if copy.root)
+    root = max(roots, key=lambda value: (roots.count(value), [-ord(c) for c in value[:8]])) if roots else ""
+    chosen = next((copy for copy in whole if copy.root == root), whole[0])
+    assert chosen.shape is not None
+    return chosen.shape, root
+
+
+def plan_model(config: Config, model: ModelConfig, facts: Sequence[NodeFacts],
+               taken: Mapping[str, int] | None = None) -> ModelPlan:  # fmt: skip
+    """The plan for one model on these nodes. `taken`: bytes that models placed before use, by node.
+    Raises PlanError saying what is missing, and by how much."""
+    facts = sorted(facts, key=lambda node: node.name)
+    shape, root = model_shape_of(config, model, facts)
+    costs = model_costs(shape, model.context * model.slots)
+    wanted = max(1, sum(1 for other in config.models if other.autostart))
+    left_out: dict[str, str] = {}
+    rooms: list[Room] = []
+    for node in facts:
+        problem = node_problem(config, model, node, root)
+        if problem:
+            left_out[node.name] = problem
+        else:
+            rooms.append(node_room(config, node, (taken or {}).get(node.name, 0), wanted))
+    rooms.sort(key=lambda room: (-room.total_bytes, room.node))
+    leaders = [room for room in rooms if not _binary_problem(_facts_of(facts, room.node), "leader")]
+    if model.leader:
+        leaders = [room for room in leaders if room.node == model.leader]
+        if not leaders:
+            raise PlanError(f"its leader {model.leader} is {left_out.get(model.leader, 'not reachable')}",
+                            where=f"model {model.name}", hint="start that box, or leave out `leader`")  # fmt: skip
+    if not leaders:
+        raise PlanError("no node can lead: " + "; ".join(f"{k}: {v}" for k, v in left_out.items()),
+                        where=f"model {model.name}", hint="one box needs llama-server in [engine] path")  # fmt: skip
+    draft = _Draft(model=model, shape=shape, costs=costs, rooms=rooms, leaders=leaders, left_out=left_out)
+    ring, reason = draft.by_hand() if model.layers else draft.single() or draft.ring()
+    for room in rooms:
+        if all(room.node != taken_room.node for taken_room, _ in ring):
+            left_out[room.node] = "not needed: fewer ranks are faster"
+    return ModelPlan(
+        model=model.name, block=config.models.index(model), layers=shape.layers, shape=shape,
+        context=model.context * model.slots, reason=reason, left_out=left_out,
+        ranks=draft.ranks(ring, _workers_only(facts, ring)),
+    )  # fmt: skip
+
+
+def _facts_of(facts: Sequence[NodeFacts], name: str) -> NodeFacts:
+    return next(node for node in facts if node.name == name)
+
+
+def _workers_only(facts: Sequence[NodeFacts], ring: Sequence[tuple[Room, int]]) -> dict[str, str]:
+    return {room.node: problem for room, _ in ring
+            if (problem := _binary_problem(_facts_of(facts, room.node), "leader"))}  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Draft:
+    """One model's way to a plan: rooms are sorted, the roomiest first."""
+
+    model: ModelConfig
+    shape: ModelShape
+    costs: Costs
+    rooms: list[Room]
+    leaders: list[Room]
+    left_out: dict[str, str]
+
+    def fail(self, what: str, hint: str) -> typing.NoReturn:
+        raise PlanError(what, where=f"model {self.model.name}", hint=hint)
+
+    def single(self) -> tuple[list[tuple[Room, int]], str] | None:
+        """The roomiest leader alone, when it all fits there."""
+        need, room = self.costs.total_bytes, self.leaders[0]
+        if room.total_bytes < need:
+            return None
+        return [(room, self.shape.layers)], (
+            f"fits on {room.node} alone ({format_size(need)} of {format_size(room.total_bytes)}): "
+            "not worth splitting, a ring would be slower"
+        )
+
+    def by_hand(self) -> tuple[list[tuple[Room, int]], str]:
+        """The windows that the TOML sets, checked."""
+        windows = self.model.layers
+        missing = [node for node in windows if all(room.node != node for room in self.rooms)]
+        if missing:
+            reasons = ", ".join(f"{node} ({self.left_out.get(node, 'not reachable')})" for node in missing)
+            self.fail(
+                f"`layers` names nodes that cannot take part: {reasons}",
+                "start them, or plan without `layers`",
+            )
+        if sum(windows.values()) != self.shape.layers:
+            self.fail(f"`layers` adds up to {sum(windows.values())}, the model has {self.shape.layers}",
+                      "give every layer to one node")  # fmt: skip
+        lead = next((room for room in self.leaders if room.node in windows), None)
+        if lead is None:
+            self.fail("no node in `layers` can lead", "one of them needs llama-server")
+        ring = [lead] + [room for room in self.rooms if room.node in windows and room is not lead]
+        pairs = [(room, windows[room.node]) for room in ring]
+        over = self.overrun(pairs)
+        if over:
+            self.fail(f"`layers` by hand do not fit: {over}", "move layers to a node with room")
+        return pairs, "windows set by hand in `layers`"
+
+    def ring(self) -> tuple[list[tuple[Room, int]], str]:
+        """The fewest nodes that hold it, the roomiest leading; windows by usable memory."""
+        lead = self.leaders[0]
+        others = [room for room in self.rooms if room is not lead]
+        for count in range(1, min(len(others), MAX_RANKS - 1) + 1):
+            windows = self.windows([lead, *others[:count]])
+            if windows:
+                pairs = list(zip([lead, *others[:count]], windows, strict=True))
+                return pairs, (
+                    f"{format_size(self.costs.total_bytes)} is too much for any one node "
+                    f"({lead.node} has {format_size(lead.total_bytes)}): {count + 1} nodes share it"
+                )
+        rooms = self.rooms[:MAX_RANKS]
+        need = self.costs.total_bytes + (len(rooms) - 1) * self.costs.worker_buffer_bytes
+        have = sum(room.total_bytes for room in rooms)
+        listing = ", ".join(f"{room.node} {format_size(room.total_bytes)}" for room in rooms)
+        short = max(need - have, max(self.costs.layer_bytes, default=1))
+        self.fail(f"too big for the nodes there are: needs {format_size(need)}, they have {format_size(have)} "
+                  f"({listing}); short by {format_size(short)}",
+                  "add a box, a smaller quantisation or a shorter context")  # fmt: skip
+
+    def windows(self, ring: Sequence[Room]) -> list[int] | None:
+        """Layers for each node in proportion to its room, at least one each; None when it cannot hold them."""
+        spare = [room.total_bytes - self.costs.fixed_bytes(leader=n == 0) for n, room in enumerate(ring)]
+        if min(spare) <= 0 or len(ring) > self.shape.layers:
+            return None
+        windows = largest_remainder(self.shape.layers, spare)
+        for _ in range(self.shape.layers):  # layers differ in size: move one at a time from over to under
+            free = self.free(list(zip(ring, windows, strict=True)))
+            worst = min(range(len(ring)), key=lambda n: (free[n], n))
+            if free[worst] >= 0:
+                return windows
+            best = max(range(len(ring)), key=lambda n: (free[n], -n))
+            if windows[worst] == 1 or free[best] <= 0:
+                return None
+            windows[worst] -= 1
+            windows[best] += 1
+        return None
+
+    def free(self, ring: Sequence[tuple[Room, int]]) -> list[int]:
+        """What each node has left, in bytes; negative: too much."""
+        return [
+            room.total_bytes - self.costs.fixed_bytes(leader=rank == 0) - self.costs.range_bytes(first, window)
+            for rank, ((room, window), first) in enumerate(zip(ring, first_layers([w for _, w in ring]), strict=True))
+        ]
+
+    def overrun(self, ring: Sequence[tuple[Room, int]]) -> str:
+        return ", ".join(f"{room.node} is short by {format_size(-free)}"
+                         for (room, _), free in zip(ring, self.free(ring), strict=True) if free < 0)  # fmt: skip
+
+    def ranks(self, ring: Sequence[tuple[Room, int]], workers: Mapping[str, str]) -> tuple[RankPlan, ...]:
+        """The finished ranks with GPU layers and reasons."""
+        result, free = [], self.free(ring)
+        for rank, ((room, window), first) in enumerate(zip(ring, first_layers([w for _, w in ring]), strict=True)):
+            layers = self.costs.layer_bytes[first : first + window]
+            gpu_layers, gpu_bytes = fit_gpu(layers, self.costs.layer_kv_bytes, room.gpu_bytes)
+            if rank == 0:
+                why = "leads: set in the TOML" if self.model.leader else "leads: most room"
+            else:
+                why = workers.get(room.node, "window by usable memory")
+            ends = self.costs.ends_bytes if rank == 0 else 0
+            buffers = self.costs.leader_buffer_bytes if rank == 0 else self.costs.worker_buffer_bytes
+            result.append(RankPlan(
+                rank=rank, node=room.node, window=window, first_layer=first, gpu_layers=gpu_layers,
+                weights_bytes=sum(layers) + ends, kv_bytes=window * self.costs.layer_kv_bytes,
+                buffer_bytes=buffers, gpu_bytes=gpu_bytes, free_bytes=free[rank], threads=room.cores,
+                why=f"{why} ({room.note})",
+            ))  # fmt: skip
+        return tuple(result)
+
+
+def first_layers(windows: Sequence[int]) -> list[int]:
+    """Each rank's first layer: rank 1 starts the model and the leader ends it (measured on Prima bdf9d8e7)."""
+    return [sum(windows[1:]), *itertools.accumulate(windows[1:-1], initial=0)][: len(windows)]
+
+
+def largest_remainder(total: int, weights: Sequence[int]) -> list[int]:
+    """`total` split in proportion to positive `weights`, at least 1 each, adding up exactly."""
+    extra, whole = total - len(weights), sum(weights)
+    shares = [extra * weight // whole for weight in weights]
+    rest = sorted(range(len(weights)), key=lambda n: (-(extra * weights[n] % whole), n))
+    for n in rest[: extra - sum(shares)]:
+        shares[n] += 1
+    return [share + 1 for share in shares]
+
+
+def fit_gpu(layers: Sequence[int], kv_bytes: int, room: int) -> tuple[int, int]:
+    """How many of these layers (from the last back, as llama.cpp offloads) fit in `room`, and their bytes."""
+    count = used = 0
+    for size in reversed(layers):
+        if used + size + kv_bytes > room:
+            break
+        count, used = count + 1, used + size + kv_bytes
+    return count, used
+
+
+def plan_all(config: Config, facts: Sequence[NodeFacts], placed: Mapping[str, ModelPlan] | None = None,
+             ) -> dict[str, ModelPlan | PlanError]:  # fmt: skip
+    """A plan or the reason against it for each model, in the TOML's order; `placed` are rings that run
+    already and keep what they have."""
+    taken: dict[str, int] = {}
+    result: dict[str, ModelPlan | PlanError] = {}
+    placed = placed or {}
+    for plan in placed.values():
+        _take(taken, plan)
+    for model in config.models:
+        if model.name in placed:
+            result[model.name] = placed[model.name]
+            continue
+        try:
+            plan = plan_model(config, model, facts, taken)
+        except PlanError as error:
+            if taken:
+                holders = ", ".join(name for name, other in result.items() if isinstance(other, ModelPlan))
+                error.hint += f"; memory is already given to {holders}" if holders else ""
+            result[model.name] = error
+            continue
+        result[model.name] = plan
+        if model.autostart:
+            _take(taken, plan)
+    return result
+
+
+def _take(taken: dict[str, int], plan: ModelPlan) -> None:
+    for rank in plan.ranks:
+        used = rank.weights_bytes + rank.kv_bytes + rank.buffer_bytes - rank.gpu_bytes
+        taken[rank.node] = taken.get(rank.node, 0) + used
+
+
+# ======================================================================================================
+# 6. Wiring: ModelPlan -> ports, argv and environment of one rank
+# ======================================================================================================
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Route:
+    """One port that the engine here will dial on 127.0.0.1, and the rank that it stands for."""
+
+    kind: str  # "data" | "signal"
+    rank: int
+    node: str  # where that rank lives
+    port: int  # on this box
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankWiring:
+    """All that is needed to start one rank on its own box."""
+
+    role: str  # "leader" | "worker"
+    data_port: int  # what this rank's engine binds
+    signal_port: int
+    http_port: int  # 0 on workers
+    routes: tuple[Route, ...]
+    args: tuple[str, ...]  # behind the binary
+
+
+def wire_rank(plan: ModelPlan, rank: int, *, ports: PortsConfig, engine: EngineConfig, model: ModelConfig,
+              path: str) -> RankWiring:  # fmt: skip
+    """The wiring of one rank, from its own box's port bases. `path`: the model file there.
+
+    Rank R binds data+R and signal+R on every interface and dials 127.0.0.1 at those of other ranks, with its
+    own bases: the forwarder answers there (Prima bdf9d8e7, src/llama.cpp). Every other rank gets a route,
+    since Prima may dial past a rank that it leaves out."""
+    data = ports.data + PORT_BLOCK * plan.block
+    signal = ports.signal + PORT_BLOCK * plan.block
+    mine = plan.ranks[rank]
+    http = data + HTTP_OFFSET if rank == 0 else 0
+    args = ["-m", path, "-t", str(mine.threads), "-ngl", str(mine.gpu_layers)]
+    if rank == 0:
+        args += ["-c", str(plan.context), "-np", str(model.slots), "-a", model.name,
+                 "--host", "127.0.0.1", "--port", str(http), "--no-context-shift", "--metrics"]  # fmt: skip
+        args += ["--embeddings"] if model.embeddings else []
+        args += ["--cont-batching"] if model.slots > 1 else []
+    if plan.world > 1:
+        windows = ",".join(str(other.window) for other in plan.ranks)
+        args += ["--world", str(plan.world), "--rank", str(rank), "--master", "127.0.0.1", "--next", "127.0.0.1",
+                 "--data-port", str(data), "--signal-port", str(signal), "-lw", windows]  # fmt: skip
+    routes = tuple(
+        Route(kind=kind, rank=other.rank, node=other.node, port=base + other.rank)
+        for other in plan.ranks if other.rank != rank
+        for kind, base in (("data", data), ("signal", signal))
+    )  # fmt: skip
+    return RankWiring(role="leader" if rank == 0 else "worker", data_port=data + rank, signal_port=signal + rank,
+                      http_port=http, routes=routes, args=(*args, *engine.args))  # fmt: skip
+
+
+_PASSED_ON = ("PATH", "HOME", "USER", "LANG", "LC_ALL", "TZ", "TMPDIR", "CUDA_VISIBLE_DEVICES",
+              "CUDA_DEVICE_ORDER", "NVIDIA_VISIBLE_DEVICES", "OMP_PROC_BIND", "OMP_PLACES")  # fmt: skip
+
+
+def engine_environment(
+    base: Mapping[str, str], engine: EngineConfig, extra: Mapping[str, str]
+) -> dict[str, str]:
+    """What an engine may see of our environment: a short list, its library folder, and the TOML's `env`."""
+    env = {key: base[key] for key in _PASSED_ON if key in base}
+    env.setdefault("PATH", "/usr/local/bin:/usr/bin:/bin")
+    if engine.lib:
+        env["LD_LIBRARY_PATH"] = engine.lib
+    return {**env, **extra, **engine.env}
+
+
+# ======================================================================================================
+# 7. Lifecycle: one ring as a state machine. step(state, event, now) -> (state, effects); it never acts.
+# ======================================================================================================
+
+PREPARE_TIMEOUT_S = 20.0  # bounds asking every rank for a lease; nothing is loaded yet
+PROBE_TIMEOUT_S = 120.0  # bounds the one-token answer that makes a ring ready
+LOAD_BASE_S, LOAD_BYTES_PER_S = 120.0, 40e6  # start deadline: a slow disk reads 40 MB/s
+BACKOFF_BASE_S, BACKOFF_CAP_S = 1.0, 60.0  # pause before a ring forms again, doubled at each failure
+QUICK_FAILURES = 6  # this many in a row, and the model is `failed` until an operator starts it
+STEADY_S = 120.0  # a ring that served this long has proved itself: failures count from zero again
+RESTART_MEMORY_S = 900.0  # how long `status` warns of a restart
+
+
+class Phase:
+    """Where a ring is. ACTIVE phases hold leases on other nodes."""
+
+    STOPPED = "stopped"  # by the operator, or autostart = false
+    WAITING = "waiting"  # for nodes, files or a plan; `reason` says for what
+    PREPARING = "preparing"  # asking every rank for its lease
+    LOADING = "loading"  # engines start and read the model
+    PROBING = "probing"  # one real token
+    SERVING = "serving"
+    STOPPING = "stopping"
+    BACKOFF = "backoff"
+    FAILED = "failed"
+    ACTIVE = frozenset({PREPARING, LOADING, PROBING, SERVING})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ring:
+    """The proposer's view of one model. Times are monotonic seconds of this node."""
+
+    model: str
+    phase: str = Phase.WAITING
+    since: float = 0.0
+    wanted: bool = True
+    reason: str = "starting"
+    generation: str = ""
+    plan: ModelPlan | None = None
+    deadline: float = 0.0  # of the phase; 0: none
+    failures: int = 0  # in a row
+    restarts: tuple[float, ...] = ()
+    served_since: float = 0.0
+    last_trouble: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Event:
+    """Something that happened to a ring. `generation` fences those that come late; "" fits every one."""
+
+    kind: str  # tick | plan | want | unwant | granted | refused | loaded | answered | trouble | stopped
+    generation: str = ""
+    reason: str = ""
+    plan: ModelPlan | None = None
+    token: str = ""  # a fresh random generation, for `plan`
+    jitter: float = 0.0  # 0..1, for `stopped`
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Effect:
+    """What the supervisor has to do: prepare | launch | probe | teardown."""
+
+    kind: str
+    generation: str
+    plan: ModelPlan
+    reason: str = ""
+    orderly: bool = False  # the ring is whole: the leader may pass STOP round
+
+
+def step(ring: Ring, event: Event, now: float) -> tuple[Ring, tuple[Effect, ...]]:
+    """The ring after an event, and what to do about it. Unexpected or late events change nothing."""
+    if event.generation and event.generation != ring.generation:
+        return ring, ()
+    handler = _STEPS.get(event.kind)
+    assert handler is not None, f"no such event: {event.kind}"
+    return handler(ring, event, now)
+
+
+_Step = tuple[Ring, tuple[Effect, ...]]
+
+
+def _move(ring: Ring, now: float, phase: str, **changes: Any) -> Ring:
+    return dataclasses.replace(ring, phase=phase, since=now, **changes)
+
+
+def _effect(ring: Ring, kind: str, **more: Any) -> tuple[Effect, ...]:
+    assert ring.plan is not None
+    return (Effect(kind=kind, generation=ring.generation, plan=ring.plan, **more),)
+
+
+def _on_plan(ring: Ring, event: Event, now: float) -> _Step:
+    """A plan in which this node leads, or the reason why there is none."""
+    if ring.phase != Phase.WAITING:
+        return ring, ()
+    if event.plan is None:
+        return dataclasses.replace(ring, reason=event.reason, plan=None), ()
+    ring = _move(ring, now, Phase.PREPARING, plan=event.plan, generation=event.token,
+                 deadline=now + PREPARE_TIMEOUT_S, reason="asking every rank")  # fmt: skip
+    return ring, _effect(ring, "prepare")
+
+
+def _on_granted(ring: Ring, event: Event, now: float) -> _Step:
+    if ring.phase != Phase.PREPARING:
+        return ring, ()
+    assert ring.plan is not None
+    size = sum(rank.weights_bytes for rank in ring.plan.ranks)
+    ring = _move(ring, now, Phase.LOADING, deadline=now + LOAD_BASE_S + size / LOAD_BYTES_PER_S,
+                 reason="engines are loading")  # fmt: skip
+    return ring, _effect(ring, "launch")
+
+
+def _on_loaded(ring: Ring, event: Event, now: float) -> _Step:
+    if ring.phase != Phase.LOADING:
+        return ring, ()
+    ring = _move(ring, now, Phase.PROBING, deadline=now + PROBE_TIMEOUT_S, reason="asking for one token")
+    return ring, _effect(ring, "probe")
+
+
+def _on_answered(ring: Ring, event: Event, now: float) -> _Step:
+    if ring.phase != Phase.PROBING:
+        return ring, ()
+    return _move(ring, now, Phase.SERVING, deadline=0.0, served_since=now, reason=""), ()
+
+
+def _on_trouble(ring: Ring, event: Event, now: float) -> _Step:
+    """Anything that breaks the ring: all of it stops."""
+    if ring.phase not in Phase.ACTIVE:
+        return ring, ()
+    steady = ring.phase == Phase.SERVING and now - ring.served_since >= STEADY_S
+    restarts = ring.restarts + ((now,) if ring.phase == Phase.SERVING else ())
+    ring = _move(ring, now, Phase.STOPPING, deadline=0.0, reason=event.reason, last_trouble=event.reason,
+                 failures=1 if steady else ring.failures + 1, restarts=restarts)  # fmt: skip
+    return ring, _effect(ring, "teardown", reason=event.reason)
+
+
+def _on_stopped(ring: Ring, event: Event, now: float) -> _Step:
+    """The teardown is through."""
+    if ring.phase != Phase.STOPPING:
+        return ring, ()
+    ring = dataclasses.replace(ring, generation="")
+    if not ring.wanted:
+        return _move(ring, now, Phase.STOPPED, plan=None, reason="stopped by the operator"), ()
+    if ring.failures >= QUICK_FAILURES:
+        return _move(ring, now, Phase.FAILED, plan=None, reason=ring.last_trouble), ()
+    if ring.failures == 0:
+        return _move(ring, now, Phase.WAITING, plan=None, reason="starting"), ()
+    delay = min(BACKOFF_CAP_S, BACKOFF_BASE_S * 2 ** (ring.failures - 1)) * (1 + event.jitter / 2)
+    return _move(ring, now, Phase.BACKOFF, plan=None, deadline=now + delay, reason=ring.last_trouble), ()
+
+
+def _on_want(ring: Ring, event: Event, now: float) -> _Step:
+    """The operator's start: from stopped or failed, everything is tried afresh."""
+    ring = dataclasses.replace(ring, wanted=True)
+    if ring.phase in (Phase.STOPPED, Phase.FAILED, Phase.BACKOFF):
+        ring = _move(ring, now, Phase.WAITING, failures=0, deadline=0.0, reason="starting")
+    return ring, ()
+
+
+def _on_unwant(ring: Ring, event: Event, now: float) -> _Step:
+    """The operator's stop."""
+    ring = dataclasses.replace(ring, wanted=False)
+    if ring.phase in Phase.ACTIVE:
+        whole = ring.phase in (Phase.PROBING, Phase.SERVING)
+        ring = _move(ring, now, Phase.STOPPING, deadline=0.0, reason="stopping", failures=0)
+        return ring, _effect(ring, "teardown", reason="stopped by the operator", orderly=whole)
+    if ring.phase not in (Phase.STOPPING, Phase.STOPPED):
+        ring = _move(ring, now, Phase.STOPPED, plan=None, deadline=0.0, reason="stopped by the operator")
+    return ring, ()
+
+
+def _on_tick(ring: Ring, event: Event, now: float) -> _Step:
+    """Time alone: deadlines, the end of a pause, and old restarts that no longer count."""
+    if ring.restarts and now - ring.restarts[0] > RESTART_MEMORY_S:
+        ring = dataclasses.replace(ring, restarts=ring.restarts[1:])
+    if not ring.deadline or now < ring.deadline:
+        return ring, ()
+    if ring.phase == Phase.BACKOFF:
+        return _move(ring, now, Phase.WAITING, deadline=0.0, reason=ring.last_trouble), ()
+    late = Event(kind="trouble", generation=ring.generation,
+                 reason=f"the start deadline ran out while {ring.phase}: {event.reason or 'no rank says why'}")  # fmt: skip
+    return _on_trouble(ring, late, now)
+
+
+_STEPS = {
+    "plan": _on_plan, "granted": _on_granted, "refused": _on_trouble, "loaded": _on_loaded,
+    "answered": _on_answered, "trouble": _on_trouble, "stopped": _on_stopped, "want": _on_want,
+    "unwant": _on_unwant, "tick": _on_tick,
+}  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Lease:
+    """One rank's promise to one proposer, on this node's own clock. One a model: two leaders cannot share it."""
+
+    model: str
+    proposer: str
+    generation: str
+    expires: float
+
+
+LEASE_S = 10.0  # a rank that hears nothing from its proposer for so long stops by itself
+
+
+def grant(held: Lease | None, *, model: str, proposer: str, generation: str, now: float) -> Lease:
+    """A new lease, or the renewed one. Raises PlanError naming the holder when somebody else has it."""
+    if held and held.expires > now and held.generation != generation:
+        raise PlanError(f"its lease belongs to {held.proposer} (generation {held.generation})",
+                        where=f"model {model}")  # fmt: skip
+    return Lease(model=model, proposer=proposer, generation=generation, expires=now + LEASE_S)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WireView:
+    """One forwarded port as `status` shows it."""
+
+    kind: str
+    rank: int
+    node: str
+    open: int
+    sent_bytes: int
+    received_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankView:
+    """One rank as its own node sees it."""
+
+    model: str
+    generation: str
+    rank: int
+    node: str
+    phase: str  # prepared | starting | bound | exited | stopping
+    layers: int
+    pid: int = 0
+    isolated: bool = False
+    isolation_problem: str = ""
+    cpu_s: float = 0.0
+    read_bytes: int = 0
+    rss_bytes: int = 0
+    exit_code: int | None = None
+    problem: str = ""
+    wires: tuple[WireView, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelView:
+    """One model as its leader, or the node that waits to lead it, tells it."""
+
+    model: str
+    phase: str
+    reason: str = ""
+    generation: str = ""
+    leader: str = ""
+    world: int = 0
+    alive: int = 0  # ranks whose engine runs
+    seconds: float = 0.0  # in this phase
+    overdue: bool = False  # it has been without an answer for longer than a start may take
+    restarts: int = 0  # in RESTART_MEMORY_S
+    in_flight: int = 0
+    tokens_per_s: float = 0.0  # of the last answers
+    windows: tuple[int, ...] = ()
+    nodes: tuple[str, ...] = ()
+    ranks: tuple[RankView, ...] = ()
+    last_trouble: str = ""
+    plan_reason: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PeerView:
+    """One node, or something that is not (yet) one, as this node sees it."""
+
+    name: str
+    state: str  # self | live | lost | unreachable | refused | foreign | missing
+    address: str = ""
+    source: str = ""  # static | mdns | self
+    detail: str = ""
+    rtt_ms: float = 0.0
+    silent_s: float = 0.0
+    version: str = ""
+    config_hash: str = ""
+    memory_bytes: int = 0
+    gpus: int = 0
+    cores: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Snapshot:
+    """All that `status` needs, from one node, at one moment."""
+
+    cluster: str
+    node: str
+    version: str
+    engine_kind: str
+    demo: bool
+    seconds_up: float
+    api: str
+    peers: tuple[PeerView, ...]
+    models: tuple[ModelView, ...]
+    warnings: tuple[str, ...]
+    exits: tuple[str, ...]  # last engine exits with their diagnosis, newest first
+    refusals: dict[str, int] = dataclasses.field(default_factory=dict)
+
+
+# --- diagnosis: an engine's end in one sentence (pure) ------------------------------------------------
+
+# What Prima bdf9d8e7 prints, and what a person should read; the first that fits wins.
+_DIAGNOSES = (
+    (r"Error binding/connecting .* socket.*Address already in use", "its port is taken by another process"),
+    (r"couldn't bind|bind\(\).*in use", "its HTTP port is taken by another process"),
+    (r"out of memory|failed to allocate|unable to allocate|cudaMalloc failed|bad_alloc",
+     "out of memory: lower this node's cap, the context or the layers"),
+    (r"data is not within the file bounds", "the model file is cut short: copy it again"),
+    (r"unknown model architecture: '?([^'\s]+)", "this Prima does not know the model's architecture"),
+    (r"failed to load model from|failed to open", "the model could not be loaded"),
+    (r"CUDA driver version is insufficient", "the NVIDIA driver is older than the engine's CUDA wants"),
+    (r"error while loading shared libraries: (\S+)", "a shared library is missing: set [engine] lib"),
+    (r"GGML_ASSERT.*should_profile", "it met a ring that was already running"),
+    (r"error: (?:unknown|invalid) argument: (\S+)", "it does not know one of the flags in `args`"),
+)  # fmt: skip
+_SIGNALS = {4: "illegal instruction: the binary was built for another processor", 6: "it aborted",
+            9: "killed (by the kernel for lack of memory, or by hand)", 11: "it crashed (segmentation fault)",
+            15: "it was told to end"}  # fmt: skip
+
+
+def diagnose(code: int, tail: Sequence[str]) -> str:
+    """One sentence on an engine's exit, with the line that shows it. `code`: negative for a signal."""
+    for pattern, words in _DIAGNOSES:
+        for line in reversed(tail):
+            if re.search(pattern, line):
+                return f"{words} [{line.strip()[:160]}]"
+    number = -code if code < 0 else code - 128 if code > 128 else 0
+    words = _SIGNALS.get(number, f"signal {number}" if number else f"it ended with exit code {code}")
+    last = next((line.strip() for line in reversed(tail) if line.strip()), "")
+    return words + (f" [{last[:160]}]" if last else "")
+
+
+# ======================================================================================================
+# 8. Probes: what this box has. I/O starts here. Every probe answers; what is not there is said in words.
+# ======================================================================================================
+
+CHUNK_BYTES = 16 * MIB  # of a model file behind one hash: what a copy over the mesh verifies and resumes by
+COMMAND_TIMEOUT_S = 10.0  # for an engine's --version, and for macOS's own tools
+ROLE_BINARIES = {"leader": "llama-server", "worker": "llama-cli"}
+
+
+def _read_text(*path: str) -> str:
+    """A small text file's content, stripped; "" where it cannot be read."""
+    try:
+        with open(os.path.join(*path), encoding="utf-8", errors="replace") as file:
+            return file.read(MIB).strip()
+    except OSError:
+        return ""
+
+
+def _run_tool(argv: Sequence[str]) -> str:
+    """What a tool of the system prints; "" where it fails."""
+    try:
+        return subprocess.check_output(
+            argv, stdin=subprocess.DEVNULL, stderr=subprocess.DEVNULL, timeout=COMMAND_TIMEOUT_S, text=True
+        )
+    except (OSError, ValueError, subprocess.SubprocessError):
+        return ""
+
+
+# -- memory and cores ----------------------------------------------------------------------------------
+
+
+def _as_number(text: str) -> int | None:
+    return int(text) if text.isdecimal() else None  # "max" and "-1" mean: no limit
+
+
+def _cgroup_folders(root: str, controller: str) -> Iterator[tuple[int, str]]:
+    """(cgroup version, folder) of this process's control group and those above it, innermost first.
+
+    In a container the path in /proc may be the host's: what does not exist is left out, and the walk ends
+    at the container's own group.
+    """
+    mount = os.path.join(root, "sys/fs/cgroup")
+    for line in _read_text(root, "proc/self/cgroup").splitlines():
+        controllers, _, path = line.partition(":")[2].partition(":")
+        if controllers and controller not in controllers.split(","):
+            continue
+        version, base = (1, os.path.join(mount, controller)) if controllers else (2, mount)
+        names = [name for name in path.split("/") if name not in ("", "..")]
+        for depth in range(len(names), -1, -1):
+            folder = os.path.join(base, *names[:depth])
+            if os.path.isdir(folder):
+                yield version, folder
+
+
+def _key_values(text: str) -> dict[str, int]:
+    """The numbers of /proc/meminfo or memory.stat by their key."""
+    found = (re.match(r"([\w()]+):?\s+(\d+)", line) for line in text.splitlines())
+    return {match[1]: int(match[2]) for match in found if match}
+
+
+def probe_memory(root: str = "/") -> MemoryFacts:
+    """Memory in bytes that a new process could take: the kernel's figure, or a control group's if smaller.
+
+    Counts a group's inactive file pages as free, as they are dropped under pressure. `root` is for tests.
+    """
+    if platform.system() == "Darwin" and root == "/":
+        return macos_memory(_run_tool(["sysctl", "-n", "hw.memsize"]), _run_tool(["vm_stat"]))
+    info = _key_values(_read_text(root, "proc/meminfo"))
+    total = info.get("MemTotal", 0) * 1024
+    free = info.get("MemAvailable", info.get("MemFree", 0) + info.get("Cached", 0)) * 1024
+    source = "meminfo" if total else "unknown: /proc/meminfo cannot be read"
+    for version, folder in _cgroup_folders(root, "memory"):
+        if version == 2:
+            limits = [_as_number(_read_text(folder, name)) for name in ("memory.max", "memory.high")]
+            used, inactive = _as_number(_read_text(folder, "memory.current")), "inactive_file"
+        else:
+            limits = [_as_number(_read_text(folder, "memory.limit_in_bytes"))]
+            used, inactive = _as_number(_read_text(folder, "memory.usage_in_bytes")), "total_inactive_file"
+        limit = min((limit for limit in limits if limit is not None), default=None)
+        if limit is None or used is None:
+            continue
+        droppable = _key_values(_read_text(folder, "memory.stat")).get(inactive, 0)
+        left = max(0, limit - max(0, used - droppable))
+        if left < free or not total:
+            free, source = left, f"cgroup v{version} {folder.removeprefix(root.rstrip('/'))}"
+        total = min(total, limit) if total else limit
+    return MemoryFacts(total_bytes=total, available_bytes=free, source=source)
+
+
+def macos_memory(memsize: str, vm_stat: str) -> MemoryFacts:
+    """Memory from the output of `sysctl -n hw.memsize` and `vm_stat`: free and droppable pages."""
+    page = re.search(r"page size of (\d+) bytes", vm_stat)
+    pages = re.findall(r"Pages (?:free|inactive|speculative|purgeable):\s+(\d+)", vm_stat)
+    total = _as_number(memsize.strip()) or 0
+    free = min(total, sum(map(int, pages)) * int(page[1] if page else 4096))
+    source = "vm_stat" if total else "unknown: sysctl gives no answer"
+    return MemoryFacts(total_bytes=total, available_bytes=free, source=source)
+
+
+def probe_cores(root: str = "/", affinity: int = 0) -> int:
+    """CPU cores this process may keep busy: its affinity (0: measured), or a control group's quota if lower.
+
+    A quota is rounded down: one thread too many is throttled, and the whole ring waits for it.
+    """
+    if not affinity:
+        allowed = getattr(os, "sched_getaffinity", None)  # Linux only
+        affinity = len(allowed(0)) if allowed else os.cpu_count() or 1
+    cores = affinity
+    for version, folder in _cgroup_folders(root, "cpu"):
+        names = ("cpu.max",) if version == 2 else ("cpu.cfs_quota_us", "cpu.cfs_period_us")
+        limit = re.fullmatch(r"(\d+) ([1-9]\d*)", " ".join(_read_text(folder, name) for name in names))
+        if limit:  # not "max 100000", nor "-1 100000"
+            cores = min(cores, int(limit[1]) // int(limit[2]))
+    return max(1, cores)
+
+
+def probe_platform() -> str:
+    """Operating system and machine, such as "linux-x86_64" or "darwin-arm64"."""
+    return f"{platform.system()}-{platform.machine()}".lower()
+
+
+def machine_identity(root: str = "/") -> str:
+    """16 hex digits that stay the same for this box, and do not give away the id behind them.
+
+    From /etc/machine-id, else macOS's platform UUID, else hostname and MAC address.
+    """
+    known = _read_text(root, "etc/machine-id").lower() or _read_text(root, "var/lib/dbus/machine-id").lower()
+    if not re.fullmatch(r"[0-9a-f]{32}", known):  # it may be empty or "uninitialized" in an image
+        is_mac = platform.system() == "Darwin"
+        listing = _run_tool(["ioreg", "-rd1", "-c", "IOPlatformExpertDevice"]) if is_mac else ""
+        found = re.search(r'"IOPlatformUUID" = "([^"]+)"', listing)
+        mac = uuid.getnode()
+        made_up = mac >> 40 & 1  # getnode() invents one, anew in every process, where there is no card
+        known = found[1] if found else f"{socket.gethostname()} {'' if made_up else mac}"
+    return hashlib.sha256(f"shardbox machine {known}".encode()).hexdigest()[:16]
+
+
+# -- GPUs ----------------------------------------------------------------------------------------------
+
+
+def probe_gpus(root: str = "/") -> tuple[tuple[GpuFacts, ...], str]:
+    """NVIDIA GPUs as NVML reports them, and a sentence about what is missing, "" if nothing is.
+
+    A card whose memory cannot be read (a Jetson shares the system's) has None for it, and a note.
+    """
+    try:
+        import pynvml as nvml   # late: it costs 15 ms, and may not be there
+    except ImportError:
+        return (), _without_driver(root, "the Python package nvidia-ml-py is not installed")
+    try:
+        nvml.nvmlInit()
+    except (nvml.NVMLError, OSError) as error:
+        return (), _without_driver(root, str(error))
+    try:
+        count = int(nvml.nvmlDeviceGetCount())
+        cards = [_read_gpu(nvml, index) for index in range(count)]
+    except (nvml.NVMLError, OSError) as error:
+        return (), f"the NVIDIA driver gives no answer: {error}"
+    finally:
+        with contextlib.suppress(nvml.NVMLError, OSError):
+            nvml.nvmlShutdown()
+    lost = "; ".join(card for card in cards if isinstance(card, str))
+    found = tuple(card for card in cards if isinstance(card, GpuFacts))
+    return found, lost if cards else _without_driver(root, "the NVIDIA driver sees no card")
+
+
+def _read_gpu(nvml: Any, index: int) -> GpuFacts | str:
+    try:
+        handle = nvml.nvmlDeviceGetHandleByIndex(index)
+        name = nvml.nvmlDeviceGetName(handle)
+    except (nvml.NVMLError, OSError) as error:
+        return f"GPU {index} cannot be used: {error}"
+    name = name.decode(errors="replace") if isinstance(name, bytes) else str(name)  # bytes before 11.5
+    try:
+        memory = nvml.nvmlDeviceGetMemoryInfo(handle)
+    except (nvml.NVMLError, OSError) as error:
+        note = f"its memory cannot be read ({error}): probably shared with the CPU, as on a Jetson"
+        return GpuFacts(index=index, name=name, note=note)
+    return GpuFacts(index=index, name=name, total_bytes=int(memory.total), free_bytes=int(memory.free))
+
+
+def _without_driver(root: str, reason: str) -> str:
+    """`reason`, with the NVIDIA display devices that are on the PCI bus and so only lack a driver."""
+    bus = os.path.join(root, "sys/bus/pci/devices")
+    slots = sorted(os.listdir(bus)) if os.path.isdir(bus) else []
+    kinds = {slot: (_read_text(bus, slot, "vendor").lower(), _read_text(bus, slot, "class")[:4]) for slot in slots}
+    cards = ", ".join(slot for slot, kind in kinds.items() if kind == ("0x10de", "0x03"))
+    if not cards:
+        return f"no GPU: {reason}"
+    return f"an NVIDIA card is there (PCI {cards}) but cannot be used: {reason}; is its driver loaded?"
+
+
+# -- hashes --------------------------------------------------------------------------------------------
+
+
+class HashCache:
+    """Content hashes of files, kept in `hashes.json` in the state folder; losing it costs time only.
+
+    An entry counts while path, size, mtime and inode are the same. Safe to use from several threads.
+    """
+
+    def __init__(self, folder: str, *, threads: int = 2) -> None:
+        self._file = os.path.join(folder, "hashes.json")
+        self._threads = threads
+        self._lock = threading.Lock()
+        self._entries: dict[str, dict[str, Any]] | None = None
+
+    def file_sha256(self, path: str) -> str:
+        """SHA-256 of a file as sha256sum prints it. Raises ShardboxError where it cannot be read whole."""
+
+        def compute(file: BufferedReader, size: int) -> tuple[str, ...]:
+            return (hashlib.file_digest(file, "sha256").hexdigest(),)
+
+        return self._cached(path, "sha256", compute)[0][0]
+
+    def file_hashes(
+        self, path: str, *, progress: Callable[[int], None], stop: Callable[[], bool]
+    ) -> tuple[str, ...]:
+        """SHA-256 of each CHUNK_BYTES of a file, the last one shorter; () for an empty file.
+
+        `progress` gets the bytes done so far, in the calling thread; `stop` is asked once a MiB.
+        Raises ShardboxError when stopped, or when the file cannot be read or changes meanwhile.
+        """
+
+        def compute(file: BufferedReader, size: int) -> tuple[str, ...]:
+            return self._hash_chunks(path, file.fileno(), size, progress, stop)
+
+        hashes, size = self._cached(path, "chunks", compute)
+        progress(size)
+        return hashes
+
+    def _hash_chunks(
+        self, path: str, handle: int, size: int, progress: Callable[[int], None], stop: Callable[[], bool]
+    ) -> tuple[str, ...]:
+        def hash_chunk(start: int) -> str:
+            digest, position, end = hashlib.sha256(), start, min(size, start + CHUNK_BYTES)
+            while position < end:
+                if stop():
+                    raise ShardboxError("hashing was stopped", where=path)
+                block = os.pread(handle, min(MIB, end - position), position)
+                if not block:
+                    break  # it got shorter: noticed after the last chunk
+                digest.update(block)  # releases the GIL, so the threads run in parallel
+                position += len(block)
+            return digest.hexdigest()
+
+        hashes: list[str] = []
+        pool = ThreadPoolExecutor(self._threads, thread_name_prefix="hash")
+        try:
+            for chunk_hash in pool.map(hash_chunk, range(0, size, CHUNK_BYTES)):
+                hashes.append(chunk_hash)
+                progress(min(size, len(hashes) * CHUNK_BYTES))
+        finally:
+            pool.shutdown(wait=True, cancel_futures=True)
+        return tuple(hashes)
+
+    def _cached(
+        self, path: str, kind: str, compute: Callable[[BufferedReader, int], tuple[str, ...]]
+    ) -> tuple[tuple[str, ...], int]:
+        try:
+            with open(path, "rb") as file:
+                before = os.fstat(file.fileno())
+                known = self._look_up(path, kind, before)
+                if known is not None:
+                    return known, before.st_size
+                hashes = compute(file, before.st_size)
+                after = os.fstat(file.fileno())
+        except OSError as error:
+            raise GgufError(f"cannot be read: {error.strerror}", where=path, hint="check its disk") from None
+        if _identity(before) != _identity(after):
+            hint = "wait until the copy is done"
+            raise GgufError("the file changed while it was being hashed", where=path, hint=hint)
+        self._store(path, kind, after, hashes)
+        return hashes, after.st_size
+
+    def _load(self) -> dict[str, dict[str, Any]]:
+        if self._entries is None:
+            try:
+                with open(self._file, encoding="utf-8") as file:
+                    entries = json.load(file)["files"]
+                self._entries = {path: entry for path, entry in entries.items() if isinstance(entry, dict)}
+            except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError):
+                self._entries = {}
+        return self._entries
+
+    def _look_up(self, path: str, kind: str, found: os.stat_result) -> tuple[str, ...] | None:
+        with self._lock:
+            entry = self._load().get(os.path.abspath(path), {})
+        hashes, wanted = entry.get(kind), -(-found.st_size // CHUNK_BYTES) if kind == "chunks" else 1
+        if entry.get("identity") != _identity(found) or not isinstance(hashes, list) or len(hashes) != wanted:
+            return None
+        return tuple(hashes) if all(re.fullmatch("[0-9a-f]{64}", str(item)) for item in hashes) else None
+
+    def _store(self, path: str, kind: str, found: os.stat_result, hashes: tuple[str, ...]) -> None:
+        with self._lock:
+            entries, path = self._load(), os.path.abspath(path)
+            entry = entries.pop(path, {})
+            kept = entry if entry.get("identity") == _identity(found) else {"identity": _identity(found)}
+            entries[path] = {**kept, kind: list(hashes)}
+            for old in list(entries)[:-500]:  # the oldest go, so that the file stays small
+                del entries[old]
+            try:
+                os.makedirs(os.path.dirname(self._file), mode=0o700, exist_ok=True)
+                part = f"{self._file}.{os.getpid()}"
+                with open(part, "w", encoding="utf-8") as file:
+                    json.dump({"files": entries}, file)
+                os.replace(part, self._file)
+            except OSError:
+                pass  # a full or read-only disk: hash again next time
+
+
+def _identity(found: os.stat_result) -> list[int]:
+    return [found.st_size, found.st_mtime_ns, found.st_ino]
+
+
+def root_hash(parts: Sequence[tuple[int, Sequence[str]]]) -> str:
+    """One hash for a whole model, from (bytes, chunk hashes) of each part in order: 64 hex digits.
+
+    SHA-256 over lines, each with a newline: "shardbox-model-1", then for each part its size in decimal,
+    a space and its number of chunks, then each chunk's SHA-256 in hex.
+    """
+    lines = ["shardbox-model-1"]
+    for size, hashes in parts:
+        lines += [f"{size} {len(hashes)}", *hashes]
+    return hashlib.sha256("".join(f"{line}\n" for line in lines).encode()).hexdigest()
+
+
+# -- engine binaries -----------------------------------------------------------------------------------
+
+_ELF_MACHINES = {3: "i386", 21: "ppc64", 22: "s390x", 40: "arm", 62: "x86_64", 183: "aarch64",
+                 243: "riscv64", 258: "loongarch64"}  # fmt: skip
+_RUNS_TOO = {("x86_64", "i386"), ("aarch64", "arm")}  # a 64-bit kernel may have a 32-bit system on it
+
+
+def probe_binary(
+    role: str,
+    folders: Sequence[str],
+    *,
+    lib: str,
+    env: Mapping[str, str],
+    cache: HashCache,
+    timeout_s: float = COMMAND_TIMEOUT_S,
+) -> BinaryFacts:
+    """The first binary for `role` ("leader" or "worker") in `folders` that runs here.
+
+    Where none does, the first that is there with its problem: folders for several machines may stand in one
+    list. It is run with --version in `env`, with `lib` in front of the library path.
+    """
+    name, first = ROLE_BINARIES[role], None
+    for folder in folders:
+        path = os.path.abspath(os.path.join(os.path.expanduser(folder), name))
+        if os.path.lexists(path):
+            facts = _try_binary(role, path, _library_env(env, lib), cache, timeout_s)
+            if not facts.problem:
+                return facts
+            first = first or facts
+    if first:
+        return first
+    places = " or ".join(os.path.abspath(os.path.expanduser(folder)) for folder in folders)
+    problem = f"no {name} in {places or 'engine.path, which is empty'}"
+    return BinaryFacts(role=role, problem=problem, hint=f"set engine.path to the folder that holds {name}")
+
+
+def _library_env(env: Mapping[str, str], lib: str) -> dict[str, str]:
+    variable = "DYLD_LIBRARY_PATH" if platform.system() == "Darwin" else "LD_LIBRARY_PATH"
+    folders = [os.path.abspath(os.path.expanduser(lib))] if lib else []
+    path = os.pathsep.join([*folders, *filter(None, [env.get(variable)])])
+    return {**env, variable: path} if path else dict(env)
+
+
+def _try_binary(role: str, path: str, env: dict[str, str], cache: HashCache, timeout_s: float) -> BinaryFacts:
+    output = digest = ""
+    problem, hint = _program_problem(path)
+    try:
+        if not problem:
+            code, output = _run_version(path, env, timeout_s)
+            problem, hint = diagnose_version_run(code, output)
+        if not problem:
+            digest = cache.file_sha256(path)
+    except subprocess.TimeoutExpired:
+        problem, hint = f"--version did not end within {timeout_s:.0f} s", "is this Prima's own binary?"
+    except OSError as error:
+        problem = f"cannot be run: {error.strerror or error}"
+        hint = "is its folder on a disk mounted noexec, or is its loader (ld-linux, musl) not on this box?"
+    except ShardboxError as error:
+        problem, hint = error.what, error.hint
+    if problem:
+        return BinaryFacts(role=role, path=path, problem=problem, hint=hint)
+    lines = [*output.splitlines(), ""]
+    version = next((line for line in lines if line.startswith("version:")), lines[0])[:200].strip()
+    commit = re.search(r"\(([0-9a-f]{7,40})\)", version)
+    found = commit[1] if commit else ""
+    return BinaryFacts(role=role, path=path, sha256=digest, version=version, commit=found)
+
+
+def _run_version(path: str, env: dict[str, str], timeout_s: float) -> tuple[int, str]:
+    """Exit code and output of --version, run in a folder of its own, as engines leave files where they run.
+
+    The output goes to a file, as a pipe stays open while a grandchild lives; the whole group is killed.
+    Raises OSError, and subprocess.TimeoutExpired after `timeout_s`.
+    """
+    with tempfile.TemporaryDirectory(prefix="shardbox-") as folder, tempfile.TemporaryFile() as output:
+        argv, silent = [path, "--version"], subprocess.DEVNULL
+        with subprocess.Popen(
+            argv, cwd=folder, env=env, stdin=silent, stdout=output, stderr=output, start_new_session=True
+        ) as process:
+            try:
+                code = process.wait(timeout_s)
+            finally:
+                with contextlib.suppress(ProcessLookupError, PermissionError):
+                    os.killpg(process.pid, signal.SIGKILL)
+        output.seek(0)
+        return code, output.read(64 * 1024).decode(errors="replace")
+
+
+def _program_problem(path: str) -> tuple[str, str]:
+    """(problem, hint) of a file that cannot be a program for this machine; ("", "") where it may be one."""
+    try:
+        if not stat.S_ISREG(os.stat(path).st_mode):
+            return "not a regular file", "engine.path is the folder that holds llama-server and llama-cli"
+        if not os.access(path, os.X_OK):
+            hint = f"run: chmod +x {path}; on a stick with FAT: copy it to the box's own disk"
+            return "not executable", hint
+        with open(path, "rb") as file:
+            return program_kind_problem(file.read(20), platform.system(), platform.machine())
+    except OSError as error:
+        return f"cannot be read: {error.strerror}", "check the file's owner and mode, or where the link leads"
+
+
+def program_kind_problem(head: bytes, system: str, machine: str) -> tuple[str, str]:
+    """(problem, hint) from a program's first 20 bytes on such a machine; ("", "") where they fit."""
+    hint = f"build Prima on a box like this one ({system} {machine}), and set engine.path for this node"
+    if head[:2] == b"#!":
+        return "", ""  # a wrapper script: running it tells
+    if head[:4] in (b"\xcf\xfa\xed\xfe", b"\xca\xfe\xba\xbe"):
+        return ("", "") if system == "Darwin" else ("a program for macOS", hint)
+    if head[:4] != b"\x7fELF" or len(head) < 20:
+        return ("a program for Windows" if head[:2] == b"MZ" else "not a program"), hint
+    if system != "Linux":
+        return "a program for Linux", hint
+    number = int.from_bytes(head[18:20], "big" if head[5] == 2 else "little")
+    built_for = _ELF_MACHINES.get(number, f"ELF machine {number}")
+    if built_for == machine or (machine, built_for) in _RUNS_TOO or machine.startswith(built_for):
+        return "", ""
+    return f"built for {built_for}, this machine is {machine}", hint
+
+
+def diagnose_version_run(code: int, output: str) -> tuple[str, str]:
+    """(problem, hint) from how --version ended; ("", "") where it went well."""
+    if code == 0:
+        return "", ""
+    if missing := re.search(r"loading shared libraries: ([^\s:]+)|Library not loaded: (\S+)", output):
+        name = missing[1] or missing[2]
+        hint = f"install it, or set engine.lib to a folder that holds {name}"
+        return f"the shared library {name} is missing", hint
+    if needed := re.search(r"version `([^']+)' not found", output):
+        return f"needs a newer system library ({needed[1]})", "build Prima on this box, or on an older system"
+    if code == -signal.SIGILL:
+        return "uses instructions this CPU does not have", "build Prima on this box, or without -march=native"
+    last = (output.strip().splitlines() or ["nothing printed"])[-1][:200]
+    return f"--version failed (exit {code}): {last}", "run it by hand to see why"
+
+
+# -- models --------------------------------------------------------------------------------------------
+
+
+def _places(path: str, folder: str, dirs: Sequence[str]) -> list[str]:
+    path = os.path.expanduser(path)
+    roots = [os.path.join(folder, os.path.expanduser(extra)) for extra in dirs]
+    names = [os.path.join(root, name) for root in roots for name in (path, os.path.basename(path))]
+    return list(dict.fromkeys(os.path.abspath(name) for name in [os.path.join(folder, path), *names]))
+
+
+def find_model(path: str, *, folder: str, dirs: Sequence[str]) -> str:
+    """Absolute path of a model's first part, "" where there is none.
+
+    Looks at `path` from `folder` (the TOML's), then in each of `dirs` for that path and for its last part.
+    A file wins over anything else of that name, such as a folder.
+    """
+    places = _places(split_parts(path)[0], folder, dirs)
+    here = [place for place in places if os.path.exists(place)]
+    return next((place for place in here if os.path.isfile(place)), here[0] if here else "")
+
+
+def probe_model(name: str, path: str, *, folder: str, dirs: Sequence[str]) -> ModelFacts:
+    """A [[models]] entry as it is on this box: where, how large, its shape; else the problem in words.
+
+    Reads the headers of all parts. The content hash is left to the background.
+    """
+    first = find_model(path, folder=folder, dirs=dirs)
+    if not first:
+        tried = ", ".join(_places(split_parts(path)[0], folder, dirs))
+        hint = "copy it there, or name its folder in model_dirs"
+        return ModelFacts(name=name, problem=f"not found: tried {tried}", hint=hint)
+    parts = split_parts(first)
+    try:
+        headers, sizes = zip(*(_read_part(part) for part in parts), strict=True)
+        shape = model_shape(headers)
+    except ShardboxError as error:
+        problem = f"{error.where}: {error.what}" if error.where else error.what
+        return ModelFacts(name=name, path=first, parts=len(parts), problem=problem, hint=error.hint)
+    return ModelFacts(name=name, path=first, parts=len(parts), size_bytes=sum(sizes), shape=shape)
+
+
+def _read_part(path: str) -> tuple[GgufHeader, int]:
+    try:
+        found = os.stat(path)
+        if stat.S_ISDIR(found.st_mode):
+            raise GgufError("a folder, not a file", where=path, hint="name the .gguf file in it")
+        if not stat.S_ISREG(found.st_mode):
+            raise GgufError("not a regular file", where=path, hint="name a .gguf file")
+        with open(path, "rb") as stream:
+            return read_gguf_header(stream, found.st_size, path), found.st_size
+    except FileNotFoundError:
+        raise GgufError("this part of the model is missing", where=path, hint="copy all parts") from None
+    except OSError as error:
+        hint = "check the file's owner and mode, and its disk"
+        raise GgufError(f"cannot be read: {error.strerror}", where=path, hint=hint) from None
+
+
+# -- addresses -----------------------------------------------------------------------------------------
+
+_VIRTUAL_NAMES = ("docker*", "br-*", "virbr*", "lxc*", "lxdbr*", "cni*", "flannel*", "vmnet*", "vboxnet*",
+                  "podman*", "kube*", "cali*", "vnet*", "bridge1[0-9][0-9]")  # fmt: skip
+_TUNNEL_NAMES = ("tun*", "tap*", "wg*", "tailscale*", "zt*", "utun*", "ppp*", "ipsec*", "nebula*")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class InterfaceFacts:
+    """One network interface with its IPv4 addresses, as the system reports it."""
+
+    name: str
+    addresses: tuple[tuple[str, int], ...]  # (address, prefix length)
+    physical: bool = False  # a real card, or built on one: VLAN, bond, a bridge with a card in it
+    bridge: bool = False
+    port: bool = False  # of a bridge
+    tunnel: bool = False
+    down: bool = False  # no link
+
+
+def local_addresses(interfaces: Sequence[str]) -> tuple[tuple[AddressFacts, ...], tuple[str, ...]]:
+    """IPv4 addresses of this box that other boxes may use, best first, and sentences about the rest.
+
+    `interfaces` holds names (also with *) and CIDRs that may be used; empty: every real one.
+    """
+    return choose_addresses(read_interfaces(), interfaces)
+
+
+def read_interfaces(root: str = "/") -> tuple[InterfaceFacts, ...]:
+    """The interfaces that have an IPv4 address, with what Linux's /sys says of each."""
+    import ifaddr  # late: only a node that starts needs it
+
+    found = []
+    for adapter in ifaddr.get_adapters():
+        addresses = tuple((ip.ip, ip.network_prefix) for ip in adapter.ips if isinstance(ip.ip, str))
+        if addresses:
+            found.append(interface_facts(root, str(adapter.name), addresses))
+    return tuple(found)
+
+
+def interface_facts(root: str, name: str, addresses: tuple[tuple[str, int], ...]) -> InterfaceFacts:
+    """What <root>/sys/class/net says of an interface; a label such as "eth0:1" belongs to eth0."""
+    folder = os.path.join(root, "sys/class/net", name.partition(":")[0])
+    return InterfaceFacts(
+        name=name,
+        addresses=addresses,
+        physical=_on_a_card(folder),
+        bridge=os.path.isdir(os.path.join(folder, "bridge")),
+        port=os.path.exists(os.path.join(folder, "brport")),
+        tunnel=os.path.exists(os.path.join(folder, "tun_flags"))
+        or "DEVTYPE=wireguard" in _read_text(folder, "uevent").splitlines(),
+        down=_read_text(folder, "operstate") in ("down", "lowerlayerdown", "notpresent"),
+    )
+
+
+def _on_a_card(folder: str, depth: int = 4) -> bool:
+    """Whether an interface is a card or made of one: /sys has a link lower_X for each X below it."""
+    if os.path.exists(os.path.join(folder, "device")):
+        return True
+    entries = os.listdir(folder) if depth and os.path.isdir(folder) else []
+    lower = (entry for entry in entries if entry.startswith("lower_"))
+    return any(_on_a_card(os.path.join(folder, entry), depth - 1) for entry in lower)
+
+
+def choose_addresses(
+    found: Sequence[InterfaceFacts], allowed: Sequence[str]
+) -> tuple[tuple[AddressFacts, ...], tuple[str, ...]]:
+    """The rules behind `local_addresses`: cards first, then by name; link-local only when alone."""
+    usable: list[tuple[bool, AddressFacts]] = []
+    left_out: list[str] = []
+    matched: set[str] = set()
+    for interface in found:
+        for address, prefix in interface.addresses:
+            entries = {entry for entry in allowed if _matches(entry, interface.name, address)}
+            matched |= entries
+            named = "" if entries else "not in cluster.interfaces"
+            why = named if allowed else _unfit(interface, address)
+            if why:
+                left_out.append(f"{interface.name} {address}: {why}")
+            else:
+                facts = AddressFacts(address=address, interface=interface.name, prefix=prefix)
+                usable.append((not interface.physical, facts))
+    unmatched = (entry for entry in allowed if entry not in matched)
+    left_out += [f"cluster.interfaces: nothing here matches {entry}" for entry in unmatched]
+    usable.sort(key=lambda item: (item[0], item[1].interface, ipaddress.ip_address(item[1].address)))
+    best = [facts for _, facts in usable if not ipaddress.ip_address(facts.address).is_link_local]
+    link_local = [facts for _, facts in usable if ipaddress.ip_address(facts.address).is_link_local]
+    if best:
+        left_out += [f"{facts.interface} {facts.address}: link-local" for facts in link_local]
+        return tuple(best), tuple(left_out)
+    note = "link-local, nothing better was found"
+    return tuple(dataclasses.replace(facts, note=note) for facts in link_local), tuple(left_out)
+
+
+def _matches(entry: str, name: str, address: str) -> bool:
+    try:
+        return ipaddress.ip_address(address) in ipaddress.ip_network(entry, strict=False)
+    except ValueError:  # not a CIDR, so a name
+        return fnmatch.fnmatchcase(name, entry) or fnmatch.fnmatchcase(name.partition(":")[0], entry)
+
+
+def _unfit(interface: InterfaceFacts, address: str) -> str:
+    """Why an address is not used unless cluster.interfaces names it; "" where it is fine."""
+
+    def named(patterns: Sequence[str]) -> bool:
+        return any(fnmatch.fnmatchcase(interface.name, pattern) for pattern in patterns)
+
+    if ipaddress.ip_address(address).is_loopback:
+        return "loopback"
+    if interface.tunnel or named(_TUNNEL_NAMES):
+        return "a VPN or tunnel; name it in cluster.interfaces to use it"
+    if not interface.physical and (interface.bridge or interface.port or named(_VIRTUAL_NAMES)):
+        return "a network of containers or virtual machines; name it in cluster.interfaces to use it"
+    return "no link" if interface.down else ""
+
+
+# --- what this node is -----------------------------------------------------------------------------------
+
+
+class Surveyor:
+    """Gathers this node's facts; what is slow (binaries, model files, hashing) only when it changed."""
+
+    RECHECK_S = 10.0  # between two looks at model files, binaries and network addresses
+
+    def __init__(self, config: Config, name: str, folder: str) -> None:
+        self._config = config
+        self._name = name
+        self._cache = HashCache(folder)
+        self._start = time.time_ns()
+        self._machine = machine_identity()
+        self._isolation = isolation_problem()
+        self._checked = 0.0
+        self._slow: dict[str, Any] = {}
+        self._available = 0
+        self._progress: dict[str, int] = {}
+        self._roots: dict[str, tuple[str, str]] = {}  # model -> (content hash, problem)
+        self._stop = threading.Event()
+        self._hasher: threading.Thread | None = None
+
+    def survey(self, *, own_bytes: int) -> NodeFacts:
+        """The facts now. Memory is reported in steps, so that facts change only when something did."""
+        now = time.monotonic()
+        if not self._slow or now - self._checked > self.RECHECK_S:
+            self._slow, self._checked = self._look(), now
+        memory = probe_memory()
+        if abs(memory.available_bytes - self._available) > max(memory.total_bytes // 50, 64 * MIB):
+            self._available = memory.available_bytes
+        memory = dataclasses.replace(memory, available_bytes=self._available or memory.available_bytes)
+        models = tuple(self._with_root(copy) for copy in self._slow["models"])
+        return NodeFacts(
+            name=self._name, machine=self._machine, start=self._start, protocol=PROTOCOL, version=VERSION,
+            config_hash=self._config.hash, platform=probe_platform(), cores=probe_cores(), memory=memory,
+            mesh_port=self._config.node(self._name).ports.mesh, isolation=self._isolation,
+            engine_kind=self._config.engine.kind, ports=self._config.node(self._name).ports,
+            own_bytes=own_bytes // (64 * MIB) * (64 * MIB), **{**self._slow, "models": models},
+        )  # fmt: skip
+
+    def _look(self) -> dict[str, Any]:
+        node, folder = self._config.node(self._name), self._config.folder
+        addresses, _ = local_addresses(self._config.cluster.interfaces)
+        binaries: tuple[BinaryFacts, ...] = ()
+        if self._config.engine.kind == "prima":
+            folders = [os.path.join(folder, path) for path in node.engine.path]
+            lib = os.path.join(folder, node.engine.lib) if node.engine.lib else ""
+            env = engine_environment(os.environ, node.engine, {})
+            binaries = tuple(probe_binary(role, folders, lib=lib, env=env, cache=self._cache) for role in ENGINE_ROLES)
+        models = tuple(probe_model(model.name, model.path, folder=folder, dirs=node.model_dirs)
+                       for model in self._config.models)  # fmt: skip
+        gpus, note = ((), "") if node.gpu_memory_bytes == 0 else probe_gpus()
+        self._start_hashing(models)
+        return {"addresses": addresses, "binaries": binaries, "models": models, "gpus": gpus, "gpu_note": note}
+
+    def _with_root(self, copy: ModelFacts) -> ModelFacts:
+        root, problem = self._roots.get(copy.path, ("", ""))
+        return dataclasses.replace(copy, root=root, problem=copy.problem or problem,
+                                   hashed_bytes=self._progress.get(copy.path, 0))  # fmt: skip
+
+    def _start_hashing(self, models: Sequence[ModelFacts]) -> None:
+        """Read new or changed files in the background; unchanged ones come from the cache at once."""
+        if self._config.engine.kind != "prima" or (self._hasher and self._hasher.is_alive()):
+            return
+        work = [copy for copy in models if copy.path and not copy.problem]
+        self._hasher = threading.Thread(target=self._hash, args=(work,), name="hash", daemon=True)
+        self._hasher.start()
+
+    def _hash(self, models: Sequence[ModelFacts]) -> None:
+        for copy in models:
+            done = 0
+            hashes: list[tuple[int, Sequence[str]]] = []
+            try:
+                for part in part_paths(copy.path):
+                    def note(count: int, before: int = done) -> None:
+                        self._progress[copy.path] = before + count
+
+                    hashes.append((os.path.getsize(part),
+                                   self._cache.file_hashes(part, progress=note, stop=self._stop.is_set)))  # fmt: skip
+                    done += os.path.getsize(part)
+                self._roots[copy.path] = (root_hash(hashes), "")
+            except ShardboxError as error:
+                self._roots[copy.path] = ("", error.what)
+            except OSError as error:
+                self._roots[copy.path] = ("", f"cannot be read: {error.strerror}")
+            if self._stop.is_set():
+                return
+
+    def close(self) -> None:
+        """Stop reading; what is finished stays cached."""
+        self._stop.set()
+
+
+ENGINE_ROLES = ("leader", "worker")
+
+
+def part_paths(path: str) -> tuple[str, ...]:
+    """All parts of a split model beside its first."""
+    folder, name = os.path.split(path)
+    return tuple(os.path.join(folder, part) for part in split_parts(name))
+
+
+def write_atomic(path: str, data: bytes) -> None:
+    """Write beside the file and move in place, so that a reader sees the old bytes or the new."""
+    draft = f"{path}.{os.getpid()}.new"
+    with open(draft, "wb") as file:
+        file.write(data)
+    os.replace(draft, path)
+
+
+def port_owner(port: int) -> str:
+    """Who listens on a TCP port here: "nginx (pid 812)", "" where that cannot be seen."""
+    inodes = set()
+    for table in ("/proc/net/tcp", "/proc/net/tcp6"):
+        with contextlib.suppress(OSError), open(table) as file:
+            for line in file.readlines()[1:]:
+                fields = line.split()
+                if fields[3] == "0A" and int(fields[1].rsplit(":", 1)[1], 16) == port:
+                    inodes.add(f"socket:[{fields[9]}]")
+    for pid in filter(str.isdigit, os.listdir("/proc") if inodes else []):
+        with contextlib.suppress(OSError):
+            for fd in os.listdir(f"/proc/{pid}/fd"):
+                if os.readlink(f"/proc/{pid}/fd/{fd}") in inodes:
+                    with open(f"/proc/{pid}/comm") as file:
+                        return f"{file.read().strip()} (pid {pid})"
+    return ""
+
+
+def port_owner_hint(port: int) -> str:
+    """What to do about a port that is taken."""
+    owner = port_owner(port)
+    return f"port {port} is used by {owner}; end it or choose another port" if owner else f"is port {port} taken?"
+
+
+def check_ports_free(wiring: RankWiring) -> None:
+    """Raises EngineError naming the first port of this rank that another process holds."""
+    own = [wiring.data_port, wiring.signal_port] if wiring.routes else []
+    for port in [*own, *[route.port for route in wiring.routes], *([wiring.http_port] if wiring.http_port else [])]:
+        with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as sock:
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            try:
+                sock.bind(("0.0.0.0", port))
+            except OSError as error:
+                raise EngineError(f"port {port} cannot be had: {error.strerror}", where="ports",
+                                  hint=port_owner_hint(port)) from None  # fmt: skip
+
+
+def self_command() -> list[str]:
+    """How to start this very program again."""
+    return [sys.executable] if getattr(sys, "frozen", False) else [sys.executable, os.path.abspath(__file__)]
+
+
+def state_folder(cluster: str, node: str) -> str:
+    """Where this node keeps its state: see the README. Raises UsageError where no place can be found."""
+    if os.geteuid() == 0:
+        base = "/var/lib/shardbox"
+    else:
+        home = os.environ.get("XDG_STATE_HOME") or os.path.join(os.path.expanduser("~"), ".local", "state")
+        base = os.path.join(home, "shardbox")
+    return os.path.join(os.environ.get("SHARDBOX_STATE") or base, cluster, node)
+
+
+def control_path(folder: str) -> str:
+    """The owner's control socket."""
+    return os.path.join(folder, "control.sock")
+
+
+@contextlib.contextmanager
+def short_socket_path(path: str) -> Iterator[str]:
+    """A name for a UNIX socket's path that fits the kernel's 107 bytes, however deep the folder is."""
+    if len(os.fsencode(path)) <= 100 or sys.platform != "linux":
+        yield path
+        return
+    folder = os.open(os.path.dirname(path), os.O_PATH | os.O_DIRECTORY)
+    try:
+        yield f"/proc/self/fd/{folder}/{os.path.basename(path)}"
+    finally:
+        os.close(folder)
+
+
+# ======================================================================================================
+# 9. Discovery: mDNS adverts. They are only hints: a peer is a node that proved the secret.
+# ======================================================================================================
+
+SERVICE_TYPE = "_shardbox._tcp.local."
+PROTOCOL = 1  # of control messages and services; another number is named, never guessed at
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Hint:
+    """Where a node may be. `cluster` and `protocol` are what an advert claims; a static address claims ours."""
+
+    node: str
+    address: str
+    port: int
+    source: str  # "static" | "mdns"
+    cluster: str = ""
+    protocol: int = PROTOCOL
+    version: str = ""
+
+
+class Discovery:
+    """Advertises this node and collects the adverts of others in `hints`, by service name."""
+
+    def __init__(
+        self, *, cluster: str, node: str, machine: str, port: int, on_change: Callable[[], None]
+    ) -> None:
+        self.hints: dict[str, Hint] = {}
+        self.problem = ""
+        self._properties = {"cluster": cluster, "node": node, "protocol": str(PROTOCOL), "version": VERSION}
+        self._label = f"{node[:50]}-{machine[:8]}"
+        self._port = port
+        self._on_change = on_change
+        self._zeroconf: AsyncZeroconf | None = None
+        self._browser: AsyncServiceBrowser | None = None
+        self._addresses: tuple[str, ...] = ()
+        self._lookups: set[asyncio.Task[None]] = set()
+
+    async def announce(self, addresses: tuple[str, ...]) -> None:
+        """Advertise and listen on these IPv4 addresses; call again when they change, or to try once more.
+        Where multicast cannot be had, `problem` says why and static addresses still work."""
+        if addresses == self._addresses and not self.problem:
+            return
+        await self.close()
+        self._addresses = addresses
+        if not addresses:
+            self.problem = "no network address that may be used"
+            return
+        try:
+            await self._start(addresses)
+            self.problem = ""
+        except (OSError, zeroconf_errors()) as error:
+            self.problem = f"mDNS does not work here ({error or type(error).__name__})"
+            await self.close()
+
+    async def _start(self, addresses: tuple[str, ...]) -> None:
+        from zeroconf import IPVersion, ServiceInfo
+        from zeroconf.asyncio import AsyncServiceBrowser, AsyncZeroconf
+
+        self._zeroconf = AsyncZeroconf(interfaces=list(addresses), ip_version=IPVersion.V4Only)
+        info = ServiceInfo(
+            SERVICE_TYPE, f"{self._label}.{SERVICE_TYPE}", port=self._port, parsed_addresses=list(addresses),
+            properties=self._properties, server=f"{self._label}.local.",
+        )  # fmt: skip
+        self._browser = AsyncServiceBrowser(
+            self._zeroconf.zeroconf, SERVICE_TYPE, handlers=[self._on_service]
+        )
+        await self._zeroconf.async_register_service(info, allow_name_change=True)
+
+    def _on_service(self, zeroconf: Any, service_type: str, name: str, state_change: Any) -> None:
+        if state_change.name == "Removed":
+            self.hints.pop(name, None)
+            self._on_change()
+            return
+        task = asyncio.get_running_loop().create_task(self._look_up(zeroconf, service_type, name))
+        self._lookups.add(task)
+        task.add_done_callback(self._lookups.discard)
+
+    async def _look_up(self, zeroconf: Any, service_type: str, name: str) -> None:
+        from zeroconf.asyncio import AsyncServiceInfo
+
+        info = AsyncServiceInfo(service_type, name)
+        if not await info.async_request(zeroconf, 3000):
+            return
+        hint = parse_advert(info.decoded_properties, info.parsed_addresses(), info.port)
+        if hint and len(self.hints) < 4096:  # a stranger on the LAN must not fill our memory
+            self.hints[name] = hint
+            self._on_change()
+
+    async def close(self) -> None:
+        """Say goodbye and stop listening; idempotent."""
+        browser, zeroconf = self._browser, self._zeroconf
+        self._browser = self._zeroconf = None
+        for task in self._lookups:
+            task.cancel()
+        if browser:
+            await browser.async_cancel()
+        if zeroconf:
+            await zeroconf.async_unregister_all_services()
+            await zeroconf.async_close()
+        self._addresses = ()
+
+
+def zeroconf_errors() -> type[Exception]:
+    """The library's base error, imported late: it costs 80 ms."""
+    from zeroconf import Error
+
+    return Error
+
+
+def parse_advert(
+    properties: Mapping[str, str | None], addresses: Sequence[str], port: int | None
+) -> Hint | None:
+    """The hint in an advert, None where it is not one of ours. Anything on the LAN may have sent it."""
+    node, cluster = properties.get("node") or "", properties.get("cluster") or ""
+    usable = [address for address in addresses if ":" not in address]
+    if not usable or not port or not re.fullmatch(r"[a-z0-9_.-]{1,63}", node) or len(cluster) > 63:
+        return None
+    protocol = properties.get("protocol") or ""
+    return Hint(
+        node=node, cluster=printable(cluster), address=usable[0], port=port, source="mdns",
+        protocol=int(protocol) if protocol.isdigit() and len(protocol) < 6 else 0,
+        version=printable(properties.get("version") or "")[:32],
+    )  # fmt: skip
+
+
+def printable(text: str) -> str:
+    """The text without control characters, as it may stand on a terminal."""
+    return "".join(char if char.isprintable() else "?" for char in text)
+
+
+# ====================================================================================================
+# Mesh and forwarder
+# ====================================================================================================
+# secret -> scrypt -> HKDF -> an Ed25519 authority that every node rebuilds in memory. A connection:
+#   1. mutual TLS 1.3; each side proves that the authority signed its certificate
+#   2. client -> server, in TLS: 32 random bytes, then {"protocol": 1, "service": "...", "encrypt": true}
+#   3. server -> client, in TLS: 32 random bytes, then {"ok": true} or {"ok": false, "kind", "reason"}
+#   4. both leave TLS; the random bytes give one AES-256-GCM key a direction; frames until the end
+# A frame: length (4 bytes, authenticated) | ciphertext | tag (16). The nonce is the number of the frame.
+# Length 0 is an authenticated end: it alone is a half-close, everything else is a reset.
+
+MESH_PROTOCOL = 1
+HANDSHAKE_DEADLINE_S = 10.0  # accepted until pumping, in all
+HALF_OPEN_MAX = 256  # connections without a proof at one time
+HALF_OPEN_THREADS_MAX = 320  # the same with those that were told to go and have not gone yet
+DEAD_PEER_S = 20.0  # bytes unacknowledged, or probes unanswered, for so long
+IDLE_CHECK_S = 5  # how often a pump that waits for bytes looks around
+STUCK_CHECK_S = 0.5  # the same for one that cannot deliver: bounds how late a cut is noticed
+HALF_CLOSED_CHECK_MS = 100
+CLOSE_WAIT_S = 2.0  # for threads to end, on close
+PREFACE_MAX_BYTES = 1024
+FRAME_BYTES = 256 * 1024
+CONTROL_FRAME_BYTES = 32 * 1024  # small messages, many connections
+SECRET_MIN_CHARS = 20
+_LENGTH = struct.Struct(">I")
+_TAG_BYTES = 16
+_OVERHEAD_BYTES = _LENGTH.size + _TAG_BYTES
+
+
+@dataclass(slots=True)
+class WireStats:
+    """Counters of one wire. Writers use plain +=: CPython does not switch threads within one."""
+
+    sent_bytes: int = 0  # from this box to the mesh
+    received_bytes: int = 0
+    connections: int = 0  # open now
+    opened: int = 0  # ever
+    resets: int = 0  # ended unclean, or could not be dialled
+    moved_at: float = 0.0  # monotonic seconds of the last byte; 0.0: none yet
+
+
+# ---- keys ----
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class MeshKeys:
+    """What a node needs to prove itself and to check others; lives in memory only."""
+
+    node: str
+    server: ssl.SSLContext
+    client: ssl.SSLContext
+    name_key: bytes  # opens the node names in certificates
+
+
+def _hkdf(key: bytes, info: bytes, length: int = 32) -> bytes:
+    """`length` bytes by RFC 5869, SHA-256, without salt: every key here is uniform already."""
+    from cryptography.hazmat.primitives import hashes
+    from cryptography.hazmat.primitives.kdf.hkdf import HKDF
+
+    return HKDF(hashes.SHA256(), length, None, info).derive(key)
+
+
+def mesh_keys(secret: str, cluster: str, node: str) -> MeshKeys:
+    """Keys of `node` in `cluster`; takes about 100 ms (scrypt, RFC 7914) so that guessing is slow.
+
+    Raises MeshError for a secret that could be guessed; its text is never part of a message.
+    """
+    import hashlib
+
+    from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+
+    if len(secret) < SECRET_MIN_CHARS:
+        raise MeshError(
+            f"the cluster secret has {len(secret)} characters, at least {SECRET_MIN_CHARS} are needed",
+            kind="wrong_secret",
+            hint="`shardbox secret` makes a good one",
+        )
+    salt = b"shardbox mesh 1:" + cluster.encode()
+    master = hashlib.scrypt(secret.encode(), salt=salt, n=1 << 15, r=8, p=1, maxmem=64 << 20, dklen=32)
+    authority = Ed25519PrivateKey.from_private_bytes(_hkdf(master, b"authority"))
+    name_key = _hkdf(master, b"node names")
+    leaf = Ed25519PrivateKey.generate()
+    certificate = _certificate(leaf.public_key(), authority, _hide_name(name_key, node))
+    root = _certificate(authority.public_key(), authority, None)
+    server, client = _contexts(root, certificate, leaf)
+    return MeshKeys(node, server, client, name_key)
+
+
+def _hide_name(name_key: bytes, node: str) -> str:
+    """The node's name as a URI that only members can read: TLS shows a server's certificate to anyone."""
+    from cryptography.hazmat.primitives.ciphers.aead import AESGCM
+
+    nonce = os.urandom(12)
+    return "n:" + (nonce + AESGCM(name_key).encrypt(nonce, node.encode(), None)).hex()
+
+
+def _proven_name(keys: MeshKeys, tls: ssl.SSLSocket) -> str:
+    """The node name in the other side's verified certificate. Raises MeshError for one made otherwise."""
+    from cryptography.exceptions import InvalidTag
+    from cryptography.hazmat.primitives.ciphers.aead import AESGCM
+    from cryptography.x509 import SubjectAlternativeName, UniformResourceIdentifier, load_der_x509_certificate
+
+    try:
+        extensions = load_der_x509_certificate(tls.getpeercert(binary_form=True) or b"").extensions
+        names = extensions.get_extension_for_class(SubjectAlternativeName).value
+        (uri,) = names.get_values_for_type(UniformResourceIdentifier)
+        sealed = bytes.fromhex(uri.removeprefix("n:"))
+        return AESGCM(keys.name_key).decrypt(sealed[:12], sealed[12:], None).decode()
+    except (ValueError, LookupError, InvalidTag):
+        raise MeshError("a member with another kind of certificate", kind="protocol") from None
+
+
+def _certificate(public: Ed25519PublicKey, authority: Ed25519PrivateKey, uri: str | None) -> Certificate:
+    """A certificate by the authority (of itself without `uri`), strict by RFC 5280.
+
+    Valid from 2000 to 9999, because the clocks of boxes without internet need not agree.
+    """
+    import datetime
+
+    from cryptography import x509
+
+    def name(text: str) -> x509.Name:
+        return x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, text)])
+
+    is_authority = uri is None
+    issuer = authority.public_key()
+    builder = (
+        x509.CertificateBuilder()
+        .subject_name(name("authority" if is_authority else "node"))
+        .issuer_name(name("authority"))
+        .public_key(public)
+        .serial_number(1 if is_authority else x509.random_serial_number())
+        .not_valid_before(datetime.datetime(2000, 1, 1))
+        .not_valid_after(datetime.datetime(9999, 12, 31))
+        .add_extension(x509.BasicConstraints(is_authority, 0 if is_authority else None), critical=True)
+        .add_extension(x509.AuthorityKeyIdentifier.from_issuer_public_key(issuer), critical=False)
+        .add_extension(x509.SubjectKeyIdentifier.from_public_key(public), critical=False)
+    )
+    sign, cert_sign = not is_authority, is_authority
+    usage = x509.KeyUsage(sign, False, False, False, False, cert_sign, False, False, False)
+    builder = builder.add_extension(usage, critical=True)
+    if uri is not None:
+        names = x509.SubjectAlternativeName([x509.UniformResourceIdentifier(uri)])
+        builder = builder.add_extension(names, critical=False)
+    return builder.sign(authority, None)
+
+
+def _contexts(
+    root: Certificate, leaf: Certificate, key: Ed25519PrivateKey
+) -> tuple[ssl.SSLContext, ssl.SSLContext]:
+    """TLS settings (server, client): 1.3 only, a certificate by `root` demanded, no resumption.
+
+    The node's name is compared by the caller: it is hidden, and a wrong one is worth a clear message.
+    """
+    import ssl
+
+    from cryptography.hazmat.primitives import serialization as form
+
+    pem = form.Encoding.PEM
+    text = leaf.public_bytes(pem) + key.private_bytes(pem, form.PrivateFormat.PKCS8, form.NoEncryption())
+    server, client = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER), ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    client.check_hostname = False
+    server.num_tickets = 0  # nothing may follow the handshake but our own bytes, or leaving TLS breaks
+    with _short_lived_file(text) as path:
+        for context in (server, client):
+            context.minimum_version = ssl.TLSVersion.TLSv1_3
+            context.verify_mode = ssl.CERT_REQUIRED
+            context.verify_flags |= ssl.VERIFY_X509_STRICT
+            context.load_verify_locations(cadata=root.public_bytes(pem).decode())
+            context.load_cert_chain(path)
+    return server, client
+
+
+@contextlib.contextmanager
+def _short_lived_file(content: bytes) -> Iterator[str]:
+    """Path of a file with `content`, for an API that takes only paths: in memory on Linux, else 0600."""
+    if sys.platform == "linux":
+        fd = os.memfd_create("shardbox")
+        path = f"/proc/self/fd/{fd}"
+    else:
+        import tempfile
+
+        fd, path = tempfile.mkstemp()
+    try:
+        os.write(fd, content)
+        yield path
+    finally:
+        os.close(fd)
+        if sys.platform != "linux":
+            os.unlink(path)
+
+
+# ---- sockets ----
+
+
+def _tune(sock: socket.socket) -> None:
+    """No delays, and keepalive that finds a silent peer in 25 s."""
+    if sock.family == socket.AF_UNIX:
+        return
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    idle = "TCP_KEEPIDLE" if hasattr(socket, "TCP_KEEPIDLE") else "TCP_KEEPALIVE"  # macOS
+    for option, value in ((idle, 10), ("TCP_KEEPINTVL", 5), ("TCP_KEEPCNT", 3)):
+        if hasattr(socket, option):
+            sock.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), value)
+
+
+def _unanswered_s(sock: socket.socket) -> float:
+    """Seconds since the peer's kernel last answered, 0.0 if nothing awaits an answer or it cannot be told.
+
+    TCP_USER_TIMEOUT would also end a connection whose peer is well but does not read for so long (a
+    stopped engine, a slow disk: measured on 6.18, tcp_probe_timer in net/ipv4/tcp_timer.c). This does not.
+    """
+    if sys.platform != "linux" or sock.family == socket.AF_UNIX:
+        return 0.0
+    info = sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 104)
+    if len(info) < 60 or not (info[2] or info[3]):  # struct tcp_info: tcpi_retransmits, tcpi_probes
+        return 0.0
+    (last_answer_ms,) = struct.unpack_from("=I", info, 56)  # tcpi_last_ack_recv
+    return float(last_answer_ms) / 1000
+
+
+def _wake_up_now_and_then(sock: socket.socket) -> None:
+    """Blocking, but every call returns in bounded time: the kernel's clock costs no extra call."""
+    sock.settimeout(None)
+    stuck = struct.pack("@ll", 0, int(STUCK_CHECK_S * 1e6))
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("@ll", IDLE_CHECK_S, 0))
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, stuck)
+
+
+def _reset_on_close(sock: socket.socket) -> None:
+    with contextlib.suppress(OSError):
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("@ii", 1, 0))
+
+
+def _reset(sock: socket.socket) -> None:
+    """Close at once: the other end sees a reset, not an end. Only for a socket nobody is waiting in."""
+    _reset_on_close(sock)
+    sock.close()
+
+
+def _stop_waiting(sock: socket.socket) -> None:
+    """Wake a thread that waits in `sock`; by the base class, as TLS has its own idea of a shutdown."""
+    with contextlib.suppress(OSError):
+        socket.socket.shutdown(sock, socket.SHUT_RDWR)
+
+
+def _buffer(size: int) -> memoryview:
+    """`size` bytes that take memory only once touched: most signal wires never are."""
+    import mmap
+
+    return memoryview(mmap.mmap(-1, size))
+
+
+def _nonce(number: int) -> bytes:
+    return number.to_bytes(12, "big")
+
+
+# ---- a proven connection ----
+
+
+class SealedLink:
+    """A connection to a proven peer; `pump` joins it to a local socket. Threads: two while pumping."""
+
+    def __init__(
+        self,
+        sock: socket.socket,
+        *,
+        peer: str,
+        service: str,
+        keys: tuple[bytes, bytes] | None,
+        forget: Callable[[SealedLink], None],
+    ) -> None:
+        """`keys` are (send, receive), None for plain; `forget` is called once when the link is over."""
+        self.peer, self.service, self.why = peer, service, ""
+        self._wire, self._keys, self._forget = sock, keys, forget
+        self._local: socket.socket | None = None
+        self._lock = threading.Lock()  # for the fields below; a socket closes only under it
+        self._cut = self._over = False
+        self._running = 0
+        self._doubt = False
+        self._threads: list[threading.Thread] = []
+
+    def pump(
+        self, local: socket.socket, stats: WireStats, on_end: Callable[[bool], None] | None = None
+    ) -> None:
+        """Start carrying bytes both ways and return; both sockets are closed at the end.
+
+        `on_end(clean)` is called once, from a pump thread; `why` then says what went wrong.
+        """
+
+        def end(clean: bool) -> None:
+            stats.connections -= 1
+            stats.resets += not clean
+            self._forget(self)
+            if on_end is not None:
+                on_end(clean)
+
+        stats.opened += 1
+        stats.connections += 1
+        with self._lock:
+            if not self._cut:
+                self._local, self._running = local, 2
+                _tune(local)
+                for sock in (local, self._wire):
+                    _wake_up_now_and_then(sock)
+        if not self._running:  # closed before it began
+            _reset(local)
+            end(False)
+            return
+        directions = (("out", local, self._outward), ("in", self._wire, self._inward))
+        name = f"{self.service.split('/')[0]}-{self.peer}"
+        for word, source, carry in directions:
+            args = (source, carry, local, stats, end)
+            thread = threading.Thread(target=self._run, name=f"wire-{word}-{name}", args=args, daemon=True)
+            self._threads.append(thread)
+            try:
+                thread.start()
+            except RuntimeError:  # no more threads to be had
+                self.close("this box cannot start another thread")
+                self._leave(end)
+
+    def close(self, why: str = "closed by this node") -> None:
+        """Reset both sides; returns at once. Safe from any thread and more than once."""
+        with self._lock:
+            if self._cut or self._over:
+                return
+            self._cut, self.why = True, why
+            for sock in (self._wire, self._local):
+                if sock is None:
+                    continue
+                _reset_on_close(sock)
+                if self._running:
+                    # SHUT_RD wakes the reader without telling the peer of an end that is none;
+                    # a blocked writer looks up by itself (STUCK_CHECK_S)
+                    with contextlib.suppress(OSError):
+                        sock.shutdown(socket.SHUT_RD)
+                else:
+                    sock.close()
+        if self._local is None:
+            self._forget(self)
+
+    def join(self, deadline: float) -> None:
+        """Wait until the pumps have ended, at most until `deadline` (monotonic seconds)."""
+        for thread in self._threads:
+            if thread.ident is not None and thread is not threading.current_thread():
+                thread.join(max(0.0, deadline - time.monotonic()))
+
+    def _run(
+        self,
+        source: socket.socket,
+        carry: Callable[[socket.socket, WireStats], None],
+        local: socket.socket,
+        stats: WireStats,
+        end: Callable[[bool], None],
+    ) -> None:
+        from cryptography.exceptions import InvalidTag
+
+        try:
+            carry(local, stats)
+            self._watch(source)
+        except InvalidTag:
+            self.close(f"bytes from {self.peer} were changed on the way")
+        except OSError as error:
+            from_local = (source is local) is not isinstance(error, BrokenPipeError)  # that one is the sink's
+            side = "this box" if from_local else self.peer
+            self.close(f"{side} broke the connection: {error.strerror or error}")
+        except BaseException:
+            self.close("a fault in shardbox")
+            raise
+        finally:
+            self._leave(end)
+
+    def _leave(self, end: Callable[[bool], None]) -> None:
+        """The last one closes both sockets: until then no descriptor can change its meaning."""
+        with self._lock:
+            self._running -= 1
+            if self._running:
+                return
+            self._over = True
+            for sock in (self._wire, self._local):
+                if sock is not None:
+                    sock.close()
+        end(not self._cut)
+
+    def _watch(self, source: socket.socket) -> None:
+        """After an end the source may still be reset: raise then; return when the other direction is done."""
+        poller = select.poll()
+        poller.register(source, 0)
+        while self._running == 2:
+            for _, event in poller.poll(HALF_CLOSED_CHECK_MS):
+                if event & select.POLLERR:
+                    raise ConnectionResetError("reset after its end")
+                return
+            self._check()
+
+    def _check(self) -> None:
+        """Raise if this link is cut or an end is gone. One doubt is none: it may fall just after a probe."""
+        if self._cut:
+            raise ConnectionAbortedError("closed")
+        for sock, side in ((self._wire, self.peer), (self._local, "this box")):
+            error = sock.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR) if sock is not None else 0
+            if error:  # a reset that a blocked writer on the other side would not see
+                self.close(f"{side} broke the connection: {os.strerror(error)}")
+                raise ConnectionAbortedError("closed")
+        doubt = _unanswered_s(self._wire) > DEAD_PEER_S
+        if doubt and self._doubt:
+            self.close(f"{self.peer} has not answered for {DEAD_PEER_S:.0f} s")
+            raise ConnectionAbortedError("closed")
+        self._doubt = doubt
+
+    def _receive(self, source: socket.socket, view: memoryview) -> int:
+        while True:
+            try:
+                got = source.recv_into(view)
+            except BlockingIOError:
+                self._check()
+                continue
+            if not got and self._cut:  # woken by close(): not an end
+                raise ConnectionAbortedError("closed")
+            return got
+
+    def _send(self, sink: socket.socket, view: memoryview) -> None:
+        while view:
+            try:
+                view = view[sink.send(view) :]
+            except BlockingIOError:
+                self._check()
+
+    @property
+    def _frame_bytes(self) -> int:
+        return CONTROL_FRAME_BYTES if self.service == "control" else FRAME_BYTES
+
+    def _outward(self, local: socket.socket, stats: WireStats) -> None:
+        """Carry local -> mesh until the local end."""
+        if self._keys is None:
+            self._plain(local, self._wire, lambda n: _count(stats, n, outward=True))
+            return
+        aead, size = _aead(self._keys[0]), self._frame_bytes
+        plain, sealed = _buffer(size), _buffer(size + _OVERHEAD_BYTES)
+        number, got = 0, 1
+        while got:
+            got = self._receive(local, plain)
+            self._send(self._wire, seal_frame(aead, number, plain[:got], sealed))
+            number += 1
+            _count(stats, got, outward=True)
+        self._wire.shutdown(socket.SHUT_WR)
+
+    def _inward(self, local: socket.socket, stats: WireStats) -> None:
+        """Carry mesh -> local until the authenticated end. Nothing is delivered that was not verified."""
+        if self._keys is None:
+            self._plain(self._wire, local, lambda n: _count(stats, n, outward=False))
+            return
+        aead, size = _aead(self._keys[1]), self._frame_bytes
+        sealed, plain = _buffer(size + _OVERHEAD_BYTES), _buffer(size)
+        number = have = 0
+        ended = False
+        while not ended:
+            got = self._receive(self._wire, sealed[have:])
+            if not got:
+                raise ConnectionResetError("cut off")
+            have += got
+            opened = open_frames(aead, number, sealed[:have], plain)
+            number, ended = opened.number, opened.ended
+            self._send(local, plain[: opened.plain_bytes])
+            _count(stats, opened.plain_bytes, outward=False)
+            if opened.sealed_bytes:
+                have -= opened.sealed_bytes
+                sealed[:have] = sealed[opened.sealed_bytes : opened.sealed_bytes + have]
+        local.shutdown(socket.SHUT_WR)
+
+    def _plain(self, source: socket.socket, sink: socket.socket, count: Callable[[int], None]) -> None:
+        """Carry without encryption, inside the kernel where it offers that (splice(2))."""
+        if not hasattr(os, "splice"):
+            view, got = _buffer(self._frame_bytes), 1
+            while got := self._receive(source, view):
+                self._send(sink, view[:got])
+                count(got)
+            sink.shutdown(socket.SHUT_WR)
+            return
+        readable, writable = os.pipe()
+        try:
+            room = _widen_pipe(writable)
+            while held := self._splice(source.fileno(), writable, room):
+                count(held)
+                while held:
+                    held -= self._splice(readable, sink.fileno(), held)
+            sink.shutdown(socket.SHUT_WR)
+        finally:
+            os.close(readable)
+            os.close(writable)
+
+    def _splice(self, source: int, sink: int, most: int) -> int:
+        while True:
+            try:
+                moved = os.splice(source, sink, most)
+            except BlockingIOError:
+                self._check()
+                continue
+            if not moved and self._cut:
+                raise ConnectionAbortedError("closed")
+            return moved
+
+
+def _count(stats: WireStats, moved: int, *, outward: bool) -> None:
+    if outward:
+        stats.sent_bytes += moved
+    else:
+        stats.received_bytes += moved
+    if moved:
+        stats.moved_at = time.monotonic()
+
+
+def _widen_pipe(pipe: int) -> int:
+    """The size the pipe got, in bytes: a user owns 64 MiB of them in all (pipe(7)), then they stay small."""
+    import fcntl
+
+    for size in (1 << 20, 1 << 18, 1 << 16):
+        with contextlib.suppress(OSError):
+            return fcntl.fcntl(pipe, fcntl.F_SETPIPE_SZ, size)
+    return fcntl.fcntl(pipe, fcntl.F_GETPIPE_SZ)
+
+
+# ---- frames ----
+
+
+def _aead(key: bytes) -> AESGCM:
+    from cryptography.hazmat.primitives.ciphers.aead import AESGCM
+
+    return AESGCM(key)
+
+
+class Opened(NamedTuple):
+    number: int  # of the next frame
+    sealed_bytes: int  # used up
+    plain_bytes: int  # gained
+    ended: bool
+
+
+def seal_frame(aead: AESGCM, number: int, plain: memoryview, into: memoryview) -> memoryview:
+    """Frame `number` with `plain` (none of it: the end) as a part of `into`."""
+    size = len(plain)
+    _LENGTH.pack_into(into, 0, size)
+    aead.encrypt_into(_nonce(number), plain, into[:4], into[4 : size + _OVERHEAD_BYTES])
+    return into[: size + _OVERHEAD_BYTES]
+
+
+def open_frames(aead: AESGCM, number: int, sealed: memoryview, into: memoryview) -> Opened:
+    """Open the whole frames at the start of `sealed` into `into`, up to an end.
+
+    Raises InvalidTag for a frame that is not the peer's frame `number`, ConnectionAbortedError for one
+    that could not be: nothing of it may be delivered.
+    """
+    at = gained = 0
+    while len(sealed) - at >= _LENGTH.size:
+        (size,) = _LENGTH.unpack_from(sealed, at)
+        if size > len(into):
+            raise ConnectionAbortedError("a frame longer than any")
+        after = at + size + _OVERHEAD_BYTES
+        if after > len(sealed):
+            break
+        body = at + _LENGTH.size
+        aead.decrypt_into(_nonce(number), sealed[body:after], sealed[at:body], into[gained : gained + size])
+        number, at, gained = number + 1, after, gained + size
+        if not size:
+            return Opened(number, at, gained, True)
+    return Opened(number, at, gained, False)
+
+
+# ---- the proof ----
+
+
+def _left(sock: socket.socket, deadline: float) -> None:
+    """Give the next call on `sock` the time until `deadline`; raise TimeoutError when there is none."""
+    left_s = deadline - time.monotonic()
+    if left_s <= 0:
+        raise TimeoutError("timed out")
+    sock.settimeout(left_s)
+
+
+def _read_exactly(tls: ssl.SSLSocket, size: int, deadline: float) -> bytes:
+    parts = bytearray()
+    while len(parts) < size:
+        _left(tls, deadline)
+        part = tls.recv(size - len(parts))
+        if not part:
+            raise ConnectionResetError("hung up")
+        parts += part
+    return bytes(parts)
+
+
+def _write_note(tls: ssl.SSLSocket, random: bytes, note: dict[str, object], deadline: float) -> None:
+    text = json.dumps(note).encode()
+    _left(tls, deadline)
+    tls.sendall(random + _LENGTH.pack(len(text)) + text)
+
+
+def _read_note(tls: ssl.SSLSocket, deadline: float) -> tuple[bytes, dict[str, object]]:
+    """(the peer's random bytes, its JSON object). Raises MeshError of kind protocol for anything else."""
+    head = _read_exactly(tls, 32 + _LENGTH.size, deadline)
+    (size,) = _LENGTH.unpack_from(head, 32)
+    if size > PREFACE_MAX_BYTES:
+        raise MeshError(f"a preface of {size} bytes", kind="protocol")
+    try:
+        note = json.loads(_read_exactly(tls, size, deadline))
+    except (ValueError, RecursionError):
+        note = None
+    if not isinstance(note, dict):
+        raise MeshError("a preface that is no JSON object", kind="protocol")
+    return head[:32], note
+
+
+def _leave_tls(tls: ssl.SSLSocket, deadline: float) -> socket.socket:
+    """The bare socket after a close_notify both ways (RFC 8446, 6.1); `tls` has no descriptor any more."""
+    _left(tls, deadline)
+    tls.unwrap()
+    return socket.socket(tls.family, tls.type, tls.proto, fileno=tls.detach())
+
+
+def _frame_keys(client_random: bytes, server_random: bytes) -> tuple[bytes, bytes]:
+    """(client -> server, server -> client). Both random parts travelled only inside the proven channel."""
+    material = _hkdf(client_random + server_random, b"shardbox frames 1", 64)
+    return material[:32], material[32:]
+
+
+def _kind_of_handshake_failure(error: OSError) -> str:
+    """wrong_secret (all that OpenSSL says of certificates, here or there), timeout or not_tls."""
+    import ssl
+
+    if isinstance(error, TimeoutError):
+        return "timeout"
+    reason = (error.reason or "") if isinstance(error, ssl.SSLError) else ""
+    if isinstance(error, ssl.SSLCertVerificationError) or "CERT" in reason or "ALERT" in reason:
+        return "wrong_secret"
+    return "not_tls"
+
+
+# ---- the mesh ----
+
+
+@dataclass(slots=True, eq=False)
+class _Visitor:
+    """An accepted connection that is not pumping yet."""
+
+    sock: socket.socket
+    address: str
+    since: float
+    deadline: float
+    proven: bool = False
+    sent_away: bool = False
+
+
+def _accept_until(
+    closing: threading.Event, listener: socket.socket, take: Callable[[socket.socket, str], None]
+) -> None:
+    """Hand every accepted connection with its address to `take`, until `closing`."""
+    listener.settimeout(None)
+    while not closing.is_set():
+        try:
+            sock, address = listener.accept()
+        except OSError:  # no descriptors left, or the peer has gone again: neither may end a node
+            closing.wait(0.05)
+            continue
+        try:
+            take(sock, str(address[0]) if address else "")
+        except (OSError, RuntimeError):  # gone already; no more threads
+            _reset(sock)
+    listener.close()
+
+
+class Mesh:
+    """This node's listeners and its connections to other nodes."""
+
+    def __init__(
+        self,
+        *,
+        keys: MeshKeys,
+        open_service: Callable[[str, str], tuple[socket.socket, WireStats]],
+        encrypt: bool = True,
+    ) -> None:
+        """`open_service(peer, service)` connects the local side; it raises MeshError or OSError to refuse."""
+        self.refusals: Counter[str] = Counter()
+        self.last_refused: dict[str, str] = {}  # kind -> address
+        self._keys, self._open_service, self._encrypt = keys, open_service, encrypt
+        self._closing = threading.Event()
+        self._lock = threading.Lock()  # for everything below, and refusals
+        self._visitors: dict[_Visitor, threading.Thread] = {}
+        self._links: set[SealedLink] = set()
+        self._listeners: list[tuple[socket.socket, threading.Thread]] = []
+
+    # -- being called --
+
+    def listen(self, address: str, port: int) -> int:
+        """The port now listened on (0: any free one). May be called for several addresses. Raises OSError."""
+        family = socket.AF_INET6 if ":" in address else socket.AF_INET
+        listener = socket.create_server((address, port), family=family, backlog=1024)
+        args = (self._closing, listener, self._admit)
+        thread = threading.Thread(target=_accept_until, name="mesh-accept", args=args, daemon=True)
+        with self._lock:
+            self._listeners.append((listener, thread))
+        thread.start()
+        return int(listener.getsockname()[1])
+
+    def _admit(self, sock: socket.socket, address: str) -> None:
+        """Let a stranger try to prove itself; past the cap, the first of the address with most has to go.
+
+        So neither a crowd from one address nor idle connections keep out a node: its proof takes 3 ms.
+        """
+        now = time.monotonic()
+        visitor = _Visitor(sock, address, now, now + HANDSHAKE_DEADLINE_S)
+        thread = threading.Thread(target=self._serve, name="mesh-visitor", args=(visitor,), daemon=True)
+        with self._lock:
+            strangers = [v for v in self._visitors if not v.proven]
+            waiting = [v for v in strangers if not v.sent_away]
+            full = len(strangers) >= HALF_OPEN_THREADS_MAX or self._closing.is_set()
+            if len(waiting) >= HALF_OPEN_MAX and not full:
+                crowd = Counter(v.address for v in waiting).most_common(1)[0][0]
+                first = next(v for v in waiting if v.address == crowd)
+                first.sent_away = True
+                _stop_waiting(first.sock)
+            if not full:
+                self._visitors[visitor] = thread
+        if full:
+            self._refuse("busy", address)
+            _reset(sock)
+            return
+        try:
+            thread.start()
+        except RuntimeError:
+            with self._lock:
+                del self._visitors[visitor]
+            raise
+
+    def _refuse(self, kind: str, address: str) -> None:
+        with self._lock:
+            self.refusals[kind] += 1
+            self.last_refused[kind] = address
+
+    def _serve(self, visitor: _Visitor) -> None:
+        """One accepted connection, from the first byte until its pumps run or it is refused."""
+        kind = ""
+        try:
+            _tune(visitor.sock)
+            kind = self._prove(visitor)
+            if not kind:
+                kind = self._answer(visitor)
+        except MeshError as error:
+            kind = error.kind
+        except TimeoutError:
+            kind = "timeout"
+        except OSError:
+            kind = "protocol" if visitor.proven else "not_tls"
+        finally:
+            with self._lock:
+                del self._visitors[visitor]
+                visitor.sock.close()
+        if kind:
+            self._refuse("busy" if visitor.sent_away else kind, visitor.address)
+
+    def _prove(self, visitor: _Visitor) -> str:
+        """Give the visitor TLS and nothing else; "" once it has proved the secret, or the kind of refusal."""
+        _left(visitor.sock, visitor.deadline)
+        if visitor.sock.recv(1, socket.MSG_PEEK) != b"\x16":  # a TLS handshake record (RFC 8446, 5.1)
+            return "not_tls"  # and not even an alert as an answer
+        try:
+            tls = self._keys.server.wrap_socket(visitor.sock, server_side=True, do_handshake_on_connect=False)
+            with self._lock:
+                visitor.sock = tls
+                if visitor.sent_away:
+                    return "busy"
+            _left(tls, visitor.deadline)
+            tls.do_handshake()
+        except OSError as error:
+            return _kind_of_handshake_failure(error)
+        visitor.proven = True
+        return ""
+
+    def _answer(self, visitor: _Visitor) -> str:
+        """Open what a proven peer asks for and start pumping; "" or the kind of refusal."""
+        import ssl
+
+        tls, deadline = visitor.sock, visitor.deadline
+        if not isinstance(tls, ssl.SSLSocket):
+            raise TypeError("not proven yet")
+        peer = _proven_name(self._keys, tls)
+        client_random, note = _read_note(tls, deadline)
+        server_random, service = os.urandom(32), note.get("service")
+        local: socket.socket | None = None
+        try:
+            self._agree(note)
+            if not isinstance(service, str):
+                raise MeshError("no service named", kind="protocol")
+            if service:
+                local, stats = self._open_service(peer, service)
+        except (MeshError, OSError) as error:
+            kind = error.kind if isinstance(error, MeshError) else "refused"
+            reason = error.what if isinstance(error, MeshError) else f"cannot open it: {error}"
+            self._say(tls, server_random, {"ok": False, "kind": kind, "reason": reason[:500]}, deadline)
+            return kind
+        if local is None:  # a probe: only who we are
+            self._say(tls, server_random, {"ok": True}, deadline)
+            return ""
+        try:
+            _write_note(tls, server_random, {"ok": True}, deadline)
+            bare = _leave_tls(tls, deadline)
+        except BaseException:
+            _reset(local)
+            raise
+        outgoing = _frame_keys(client_random, server_random)[::-1]
+        self._link(bare, peer, service, outgoing).pump(local, stats)
+        return ""
+
+    def _say(self, tls: ssl.SSLSocket, random: bytes, note: dict[str, object], deadline: float) -> None:
+        """The last word to a peer; waits for its goodbye: closing over unread bytes could destroy ours."""
+        _write_note(tls, random, {"protocol": MESH_PROTOCOL, **note}, deadline)
+        with contextlib.suppress(OSError):
+            _leave_tls(tls, deadline).close()
+
+    def _agree(self, note: dict[str, object]) -> None:
+        """Raise MeshError if the peer does not speak as we do."""
+        theirs = note.get("protocol")
+        if type(theirs) is not int or theirs != MESH_PROTOCOL:
+            text = f"this node speaks mesh protocol {MESH_PROTOCOL}, the caller {theirs!r:.20}"
+            raise MeshError(text, kind="protocol")
+        if note.get("encrypt", True) is not self._encrypt:
+            words = ("encrypts", "does not") if self._encrypt else ("does not encrypt", "does")
+            raise MeshError(f"this node {words[0]}, the caller {words[1]}", kind="protocol")
+
+    def _link(self, sock: socket.socket, peer: str, service: str, keys: tuple[bytes, bytes]) -> SealedLink:
+        link = SealedLink(
+            sock, peer=peer, service=service, keys=keys if self._encrypt else None, forget=self._forget
+        )
+        with self._lock:
+            self._links.add(link)
+        if self._closing.is_set():
+            link.close()
+        return link
+
+    def _forget(self, link: SealedLink) -> None:
+        with self._lock:
+            self._links.discard(link)
+
+    # -- calling --
+
+    def dial(self, address: str, port: int, peer: str, service: str, timeout_s: float) -> SealedLink:
+        """A link to the node `peer` for `service`; blocks up to `timeout_s`. Raises MeshError."""
+        where, deadline = f"{peer} at {address}:{port}", time.monotonic() + timeout_s
+        tls = self._call(address, port, where, deadline)
+        try:
+            found = _proven_name(self._keys, tls)
+            if found != peer:
+                raise MeshError(
+                    f"the node there is {found}", kind="wrong_name", where=where, hint="check the addresses"
+                )
+            keys = self._ask(tls, service, where, deadline)
+            bare = _leave_tls(tls, deadline)
+        except OSError as error:
+            raise MeshError(f"lost on the way: {error}", kind="unreachable", where=where) from error
+        finally:
+            tls.close()
+        return self._link(bare, found, service, keys)
+
+    def connect(self, address: str, port: int, peer: str, service: str, timeout_s: float) -> socket.socket:
+        """The same as a plain stream socket. A reset may look like an end there: check lengths or hashes."""
+        link = self.dial(address, port, peer, service, timeout_s)
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
+        link.pump(theirs, WireStats())
+        return ours
+
+    def probe(self, address: str, port: int, timeout_s: float) -> str:
+        """The proven name of the node there, if it also speaks as we do. Raises MeshError."""
+        where, deadline = f"{address}:{port}", time.monotonic() + timeout_s
+        tls = self._call(address, port, where, deadline)
+        try:
+            self._ask(tls, "", where, deadline)
+            return _proven_name(self._keys, tls)
+        except OSError as error:
+            raise MeshError(f"lost on the way: {error}", kind="unreachable", where=where) from error
+        finally:
+            tls.close()
+
+    def _call(self, address: str, port: int, where: str, deadline: float) -> ssl.SSLSocket:
+        """Connected, and proven by the other side. Raises MeshError."""
+        try:
+            timeout_s = max(0.001, deadline - time.monotonic())
+            sock = socket.create_connection((address, port), timeout_s)
+        except OSError as error:
+            raise MeshError(f"no connection: {error}", kind="unreachable", where=where) from error
+        try:
+            _tune(sock)
+            tls = self._keys.client.wrap_socket(sock, do_handshake_on_connect=False)
+            sock = tls
+            _left(tls, deadline)
+            tls.do_handshake()
+            return tls
+        except OSError as error:
+            sock.close()
+            raise _dial_error(error, where) from error
+
+    def _ask(self, tls: ssl.SSLSocket, service: str, where: str, deadline: float) -> tuple[bytes, bytes]:
+        """Frame keys (send, receive) once the other side has opened `service`. Raises MeshError, OSError."""
+        random = os.urandom(32)
+        note: dict[str, object] = {"protocol": MESH_PROTOCOL, "service": service, "encrypt": self._encrypt}
+        try:
+            _write_note(tls, random, note, deadline)
+            theirs, answer = _read_note(tls, deadline)
+        except MeshError as error:
+            raise MeshError(error.what, kind=error.kind, where=where) from None
+        if answer.get("ok") is not True:
+            kind = "protocol" if answer.get("kind") == "protocol" else "refused"
+            raise MeshError(str(answer.get("reason", "no reason given")), kind=kind, where=where)
+        return _frame_keys(random, theirs)
+
+    def close(self) -> None:
+        """Close the listeners, reset every connection, wait for the threads (bounded)."""
+        deadline = time.monotonic() + CLOSE_WAIT_S
+        self._closing.set()
+        with self._lock:
+            listeners, links, visitors = self._listeners, list(self._links), dict(self._visitors)
+            self._listeners = []
+            for visitor in visitors:
+                _stop_waiting(visitor.sock)
+        for listener, _ in listeners:
+            _wake_acceptor(listener)
+        for link in links:
+            link.close()
+        for thread in (*(t for _, t in listeners), *visitors.values()):
+            _join(thread, deadline)
+        for link in links:
+            link.join(deadline)
+
+
+def _dial_error(error: OSError, where: str) -> MeshError:
+    """What a failed handshake means to a person."""
+    kind = _kind_of_handshake_failure(error)
+    if kind == "wrong_secret":
+        hint = "every box needs the same secret and the same cluster name"
+        return MeshError("the other side has another cluster secret", kind=kind, where=where, hint=hint)
+    if kind == "timeout":
+        return MeshError("it accepts connections but does not answer", kind="unreachable", where=where)
+    if isinstance(error, ConnectionError) or "EOF" in str(error):
+        return MeshError("it hung up at once: too busy, or no shardbox", kind="busy", where=where)
+    return MeshError("what answers there is no shardbox", kind="protocol", where=where)
+
+
+def _wake_acceptor(listener: socket.socket) -> None:
+    """End a blocked accept(): Linux needs the shutdown, others the close."""
+    _stop_waiting(listener)
+    if sys.platform != "linux":
+        listener.close()
+
+
+def _join(thread: threading.Thread, deadline: float) -> None:
+    if thread.ident is not None and thread is not threading.current_thread():
+        thread.join(max(0.0, deadline - time.monotonic()))
+
+
+# ---- the forwarder ----
+
+
+class Wire:
+    """The near end of one engine port on another node: what connects here, arrives there."""
+
+    def __init__(
+        self,
+        *,
+        listener: socket.socket,
+        dial: Callable[[], SealedLink],
+        stats: WireStats,
+        on_trouble: Callable[[str], None],
+    ) -> None:
+        """Takes over `listener`. `on_trouble(reason)` tells of each link that did not end cleanly."""
+        self.stats = stats
+        self.last_failure = ""  # of dialling
+        self._dial, self._on_trouble, self._listener = dial, on_trouble, listener
+        self._closing = threading.Event()
+        self._lock = threading.Lock()
+        self._links: set[SealedLink] = set()
+        self._dialling: dict[threading.Thread, socket.socket] = {}
+        args = (self._closing, listener, self._take)
+        self._thread = threading.Thread(target=_accept_until, name="wire-accept", args=args, daemon=True)
+        self._thread.start()
+
+    def _take(self, local: socket.socket, _address: str) -> None:
+        thread = threading.Thread(target=self._forward, name="wire-dial", args=(local,), daemon=True)
+        with self._lock:
+            self._dialling[thread] = local
+        try:
+            thread.start()
+        except RuntimeError:
+            with self._lock:
+                del self._dialling[thread]
+            raise
+
+    def _forward(self, local: socket.socket) -> None:
+        """Join one connection of the engine to the far node, or reset it at once: ZeroMQ then tries again."""
+        link: SealedLink | None = None
+        try:
+            link = self._dial()
+        except ShardboxError as error:
+            self.last_failure = error.what
+        finally:
+            with self._lock:
+                del self._dialling[threading.current_thread()]
+                wanted = link is not None and not self._closing.is_set()
+                if link is not None and wanted:
+                    self._links.add(link)
+                else:
+                    self.stats.resets += 1
+                    _reset(local)
+        if link is not None and wanted:
+            joined = link
+            link.pump(local, self.stats, lambda clean: self._ended(joined, clean))
+        elif link is not None:
+            link.close()
+
+    def _ended(self, link: SealedLink, clean: bool) -> None:
+        with self._lock:
+            self._links.discard(link)
+        if not clean and not self._closing.is_set():
+            self._on_trouble(link.why)
+
+    def close(self) -> None:
+        """Stop accepting, reset what is open, wait for the threads (bounded)."""
+        deadline = time.monotonic() + CLOSE_WAIT_S
+        self._closing.set()
+        _wake_acceptor(self._listener)
+        with self._lock:
+            links, dialling = list(self._links), list(self._dialling)
+            for local in self._dialling.values():
+                _reset(local)
+        for link in links:
+            link.close()
+        for thread in (self._thread, *dialling):
+            _join(thread, deadline)
+        for link in links:
+            link.join(deadline)
+
+
+OWN_FDS = "/proc/self/fd" if sys.platform == "linux" else "/dev/fd"
+CLONE_NEWUSER, CLONE_NEWNET = 0x10000000, 0x40000000
+PR_SET_PDEATHSIG, PR_SET_NAME, PR_SET_CHILD_SUBREAPER = 1, 15, 36
+SIOCSIFFLAGS, IFF_UP, IFF_RUNNING = 0x8914, 0x1, 0x40
+NODE_ENDS = 3  # what a keeper is given: channel, output, report
+PARENT_GONE = signal.SIGUSR1  # to a helper: kill what you hold, and end
+LAUNCH_S = 60.0  # from the request to the engine's exec; a slow stick or a swapping box needs seconds
+ANSWER_S = 30.0  # a keeper's answer to anything else
+KILL_S = 5.0  # how long a helper waits for what it has sent SIGKILL; then a process hangs in the kernel
+CLOSE_S = 10.0  # how long close() waits for a helper before it is killed too: more than KILL_S
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Usage:
+    """What an engine and its children have used so far; zeros where it cannot be read."""
+
+    cpu_s: float = 0.0
+    read_bytes: int = 0  # from storage, so also pages of a mapped model
+    rss_bytes: int = 0
+
+
+# Messages between the processes: length, JSON and descriptors over a stream (macOS has no SOCK_SEQPACKET).
+
+
+def _send(channel: socket.socket, message: Mapping[str, Any], fds: Sequence[int] = ()) -> None:
+    body = json.dumps(message).encode()
+    socket.send_fds(channel, [len(body).to_bytes(4, "big")], fds)
+    channel.sendall(body)
+
+
+def _receive(channel: socket.socket, most_fds: int = 1) -> tuple[dict[str, Any], list[int]] | None:
+    """The next message and its descriptors (close-on-exec), or None when the other side has ended."""
+    head, fds, _, _ = socket.recv_fds(channel, 4, most_fds, getattr(socket, "MSG_CMSG_CLOEXEC", 0))
+    for fd in fds:
+        os.set_inheritable(fd, False)
+    wanted, body = int.from_bytes(head, "big"), bytearray()
+    while len(body) < wanted and (part := channel.recv(wanted - len(body))):
+        body += part
+    if body and len(body) == wanted:
+        return json.loads(body), fds
+    for fd in fds:
+        os.close(fd)
+    return None
+
+
+# Isolation.
+
+
+def _libc(name: str, *args: int | bytes) -> None:
+    """Call `prctl` or `unshare` (os.unshare came with Python 3.12). Raises OSError."""
+    words = [ctypes.c_char_p(a) if isinstance(a, bytes) else ctypes.c_ulong(a) for a in args]
+    if getattr(ctypes.CDLL(None, use_errno=True), name)(*words):
+        raise OSError(ctypes.get_errno(), f"{name}: {os.strerror(ctypes.get_errno())}")
+
+
+def _enter_own_network() -> None:
+    """Put this process into a network of its own with `lo` up. Linux. Raises OSError.
+
+    Without the right to do so it takes a user namespace along, in which it is still the same user and group;
+    the kernel keeps the supplementary groups (devices!). Clears the parent-death signal: set it afterwards.
+    """
+    uid, gid = os.geteuid(), os.getegid()
+    same = {"setgroups": "deny", "uid_map": f"{uid} {uid} 1", "gid_map": f"{gid} {gid} 1"}
+    try:
+        _libc("unshare", CLONE_NEWNET)
+    except PermissionError:
+        _libc("unshare", CLONE_NEWUSER | CLONE_NEWNET)
+        for name, text in same.items():
+            with open(f"/proc/self/{name}", "w", encoding="ascii") as file:
+                file.write(text)
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
+        fcntl.ioctl(any_socket, SIOCSIFFLAGS, struct.pack("16sh14x", b"lo", IFF_UP | IFF_RUNNING))
+
+
+def _why_not_isolated(problem: OSError) -> str:
+    """One sentence with the reason and what to do."""
+    switches = (
+        (
+            "kernel.apparmor_restrict_unprivileged_userns",
+            "1",
+            "0",
+            "AppArmor reserves user namespaces for root",
+        ),
+        ("kernel.unprivileged_userns_clone", "0", "1", "this kernel reserves user namespaces for root"),
+        ("user.max_user_namespaces", "0", "10000", "user namespaces are switched off"),
+        ("user.max_net_namespaces", "0", "10000", "network namespaces are switched off"),
+    )
+    for name, value, wanted, reason in switches:
+        found = _read_text(f"/proc/sys/{name.replace('.', '/')}").strip() == value
+        if found and name == "user.max_net_namespaces":  # the one that holds for root too
+            return f"{reason}: as root run `sysctl -w {name}={wanted}`"
+        if found and os.geteuid():
+            return f"{reason}: as root run `sysctl -w {name}={wanted}`, or run shardbox as root"
+    if re.search(r"^Seccomp:\s*2", _read_text("/proc/self/status"), re.MULTILINE):
+        return (
+            "a seccomp filter forbids namespaces (usual in a container; with systemd RestrictNamespaces=): "
+            "give the container CAP_SYS_ADMIN, or leave isolation to the container and set engine.isolate"
+        )
+    return f"the kernel refuses a network namespace ({problem.strerror}): run as root, or set engine.isolate"
+
+
+@functools.cache
+def isolation_problem() -> str:
+    """Empty when an isolated engine can be had here, else one sentence: the reason and what to do.
+
+    Tried for real, once. It forks: call it first before any thread exists; later calls repeat the answer.
+    """
+    if sys.platform != "linux":
+        return "isolation needs Linux: set engine.isolate, and keep the engine's ports behind a firewall"
+    inward, outward = os.pipe()
+    if not (child := os.fork()):
+        try:
+            _enter_own_network()
+        except OSError as problem:
+            os.write(outward, _why_not_isolated(problem).encode())
+        finally:
+            os._exit(0)
+    os.close(outward)
+    with os.fdopen(inward, encoding="utf-8") as answer:
+        text = answer.read()
+    os.waitpid(child, 0)
+    return text
+
+
+# Helper processes. Single-threaded, and they never return into the code that forked them.
+
+
+def _children(pid: int) -> list[int]:
+    """Direct children, dead ones too. Linux; nothing elsewhere."""
+    if sys.platform != "linux":
+        return []
+    try:
+        threads = os.listdir(f"/proc/{pid}/task")
+        if os.path.exists(f"/proc/{pid}/task/{pid}/children"):  # CONFIG_PROC_CHILDREN
+            return [int(c) for t in threads for c in _read_text(f"/proc/{pid}/task/{t}/children").split()]
+        return [int(p) for p in os.listdir("/proc") if p.isdigit() and _stat(int(p))[1:2] == [str(pid)]]
+    except OSError:
+        return []
+
+
+def _family(pid: int) -> Iterator[int]:
+    """The process and everything below it."""
+    yield pid
+    for child in _children(pid):
+        yield from _family(child)
+
+
+def _stat(pid: int) -> list[str]:
+    """/proc/PID/stat from its third field on: state, ppid, ... (the name before is free text). [] if gone."""
+    return _read_text(f"/proc/{pid}/stat").rpartition(")")[2].split()
+
+
+class _Helper:
+    """What spawner and keeper share: own descriptors, deaf to the terminal, woken by SIGCHLD and PARENT_GONE.
+
+    Those two are blocked until it is made: neither is lost, nor told to the process this one was forked from.
+    """
+
+    def __init__(self, name: str, keep: Iterable[int]) -> None:
+        gc.disable()  # a collected file object of the parent's would close a number that is ours by then
+        self.stop = False
+        null = os.open(os.devnull, os.O_RDWR)
+        for fd in (0, 1):
+            os.dup2(null, fd)
+        for fd in {int(n) for n in os.listdir(OWN_FDS)} - {0, 1, 2, *keep}:
+            with contextlib.suppress(OSError):
+                os.close(fd)
+        self._woken, wake = os.pipe()
+        for fd in (self._woken, wake):
+            os.set_blocking(fd, False)
+        for ignored in ("SIGINT", "SIGTERM", "SIGHUP", "SIGQUIT", "SIGPIPE", "SIGUSR2"):
+            signal.signal(signal.Signals[ignored], signal.SIG_IGN)
+        signal.set_wakeup_fd(wake, warn_on_full_buffer=False)
+        signal.signal(PARENT_GONE, self._on_parent_gone)
+        signal.signal(signal.SIGCHLD, lambda *_: None)
+        signal.pthread_sigmask(signal.SIG_SETMASK, ())
+        if sys.platform == "linux":
+            _libc("prctl", PR_SET_NAME, name.encode())
+            _libc("prctl", PR_SET_CHILD_SUBREAPER, 1)
+
+    def _on_parent_gone(self, *_: object) -> None:
+        self.stop = True
+
+    def follow(self, parent: int) -> None:
+        """From now on the parent's death sets `stop`."""
+        if sys.platform == "linux":
+            _libc("prctl", PR_SET_PDEATHSIG, PARENT_GONE)
+        self.stop |= os.getppid() != parent
+
+    def wait(self, channel: socket.socket | None, timeout_s: float | None = None) -> bool:
+        """Wait for a message or a signal; whether there is a message (or the channel's end)."""
+        poll = select.poll()
+        for fd in [self._woken] + ([channel.fileno()] if channel else []):
+            poll.register(fd, select.POLLIN)
+        ready = [fd for fd, _ in poll.poll(None if timeout_s is None else timeout_s * 1000)]
+        with contextlib.suppress(BlockingIOError):
+            os.read(self._woken, 4096)
+        return channel is not None and channel.fileno() in ready
+
+    def kill_children(self) -> None:
+        """Kill and reap whatever is below this process, for at most KILL_S."""
+        deadline = time.monotonic() + KILL_S
+        with contextlib.suppress(ChildProcessError):
+            while time.monotonic() < deadline:
+                for pid in list(_family(os.getpid()))[1:]:
+                    _kill(os.kill, pid, signal.SIGKILL)
+                if os.waitpid(-1, os.WNOHANG)[0] == 0:
+                    self.wait(None, 0.05)
+
+
+def _kill(how: Callable[[int, int], None], target: int, signum: int) -> None:
+    """os.kill or os.killpg; a target that is gone is fine. macOS says EPERM for a group of zombies."""
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        how(target, signum)
+
+
+def _fork(main: Callable[..., None], *args: object) -> int:
+    """Run `main` in a child that ends with it; its pid."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {PARENT_GONE, signal.SIGCHLD})
+    try:
+        if not (pid := os.fork()):
+            _end_after(main, *args)
+        return pid
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def _end_after(main: Callable[..., None], *args: object) -> NoReturn:
+    try:
+        main(*args)
+        os._exit(0)
+    except BaseException:  # a bug: say so on the node's stderr, but never run on in the node's code
+        sys.excepthook(*sys.exc_info())
+    finally:
+        os._exit(1)
+
+
+def _spawner_main(channel: socket.socket, node: int) -> None:
+    """The spawner's life: a keeper a request; a killed keeper's orphans are killed; in the end, all."""
+    os.setsid()  # away from the terminal's Ctrl-C
+    helper = _Helper("sb-spawner", [channel.fileno()])
+    helper.follow(node)
+    keepers: set[int] = set()
+    while not helper.stop:
+        if helper.wait(channel):
+            if (message := _receive(channel, NODE_ENDS)) is None:
+                break
+            keepers |= _new_keeper(*message)
+        for pid in _children(os.getpid()) or list(keepers):
+            if pid not in keepers:
+                _kill(os.kill, pid, signal.SIGKILL)
+            if os.waitpid(pid, os.WNOHANG)[0]:
+                keepers.discard(pid)
+    for pid in keepers:
+        _kill(os.kill, pid, PARENT_GONE)
+    deadline = time.monotonic() + KILL_S
+    while keepers and time.monotonic() < deadline:
+        helper.wait(None, 0.05)
+        keepers -= {pid for pid in keepers if os.waitpid(pid, os.WNOHANG)[0]}
+    helper.kill_children()
+
+
+def _new_keeper(request: dict[str, Any], fds: Sequence[int]) -> set[int]:
+    """Its pid; none when processes or descriptors have run out, which the node sees as its channel's end."""
+    try:
+        return {_fork(_keeper_main, request, fds, os.getpid())} if len(fds) == NODE_ENDS else set()
+    except OSError:
+        return set()
+    finally:
+        for fd in fds:
+            os.close(fd)
+
+
+def _keeper_main(request: dict[str, Any], fds: Sequence[int], spawner: int) -> None:
+    """A keeper's life: start the engine, serve the node until either ends, leave nothing, report."""
+    channel, output, report = socket.socket(fileno=fds[0]), fds[1], fds[2]
+    helper = _Helper("sb-keeper", fds)
+    isolating = bool(request["isolate"])
+    try:
+        if isolating:
+            _enter_own_network()
+            isolating = False
+        helper.follow(spawner)
+        engine = _start_engine(request, output)
+    except (OSError, ValueError, subprocess.SubprocessError) as problem:
+        failure = {"text": str(problem), "errno": getattr(problem, "errno", None), "isolating": isolating}
+        if isolating and isinstance(problem, OSError):
+            failure["text"] = _why_not_isolated(problem)
+        return _send(channel, {"failure": failure})
+    os.close(output)  # so that its end can be seen
+    with contextlib.suppress(OSError):  # the node has gone: the loop sees it too
+        _send(channel, {"pids": [engine.pid, os.getpid()]})
+    while not helper.stop and not _has_exited(engine):
+        if helper.wait(channel) and not _keeper_serve(channel, engine.pid):
+            break
+        for orphan in set(_children(os.getpid())) - {engine.pid}:
+            os.waitpid(orphan, os.WNOHANG)
+    _kill(os.killpg, engine.pid, signal.SIGKILL)
+    code = engine.wait()
+    helper.kill_children()
+    with contextlib.suppress(OSError):
+        os.write(report, json.dumps({"code": code}).encode() + b"\n")
+
+
+def _start_engine(request: dict[str, Any], output: int) -> subprocess.Popen[bytes]:
+    """exec the engine in a session of its own. Raises OSError with the reason, ValueError for a NUL byte."""
+    keeper = os.getpid()
+
+    def just_before_exec() -> None:
+        for signum in signal.valid_signals() - {signal.SIGKILL, signal.SIGSTOP}:
+            with contextlib.suppress(OSError, ValueError):  # the C library keeps two to itself
+                signal.signal(signum, signal.SIG_DFL)
+        signal.pthread_sigmask(signal.SIG_SETMASK, ())
+        if sys.platform == "linux":
+            _libc("prctl", PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() != keeper:
+            os._exit(1)
+
+    return subprocess.Popen(  # noqa: S603 - as configured; preexec_fn is safe, there is one thread here
+        request["argv"],
+        env=request["env"],
+        cwd=request["cwd"],
+        stdin=subprocess.DEVNULL,
+        stdout=output,
+        stderr=output,
+        start_new_session=True,
+        preexec_fn=just_before_exec,  # noqa: PLW1509
+    )
+
+
+def _has_exited(engine: subprocess.Popen[bytes]) -> bool:
+    """Without reaping, where that can be had: until then its number cannot be anybody else's group."""
+    if hasattr(os, "waitid"):
+        return os.waitid(os.P_PID, engine.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
+    return engine.poll() is not None
+
+
+def _keeper_serve(channel: socket.socket, group: int) -> bool:
+    """Answer one request of the node; False when the node has gone."""
+    try:
+        if (message := _receive(channel, 0)) is None:
+            return False
+        (verb, value), answer = message[0]["ask"], {}
+        with contextlib.ExitStack() as stack:
+            fds: list[int] = []
+            try:
+                if verb == "signal":
+                    _kill(os.killpg, group, value)
+                else:
+                    fds = [stack.enter_context(_tcp_socket(value)).fileno()]
+            except OSError as problem:
+                answer = {"errno": problem.errno}
+            _send(channel, answer, fds)
+    except OSError:
+        return False
+    return True
+
+
+def _tcp_socket(port: int | None) -> socket.socket:
+    """A socket listening on 127.0.0.1:port, or an unconnected one, in this network. Raises OSError."""
+    made = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+    try:
+        if port is not None:
+            made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            made.bind(("127.0.0.1", port))
+            made.listen(128)
+    except BaseException:
+        made.close()
+        raise
+    return made
+
+
+# The node's side.
+
+
+class Spawner:
+    """Starts engines for a process that has threads."""
+
+    def __init__(self, channel: socket.socket, pid: int) -> None:
+        self._channel, self._pid, self._lock = channel, pid, threading.Lock()
+
+    @classmethod
+    def start(cls) -> Spawner:
+        """Fork the spawner. Call it in the main thread, before any other exists."""
+        ours, theirs = socket.socketpair()
+        pid = _fork(_spawner_main, theirs, os.getpid())
+        theirs.close()
+        return cls(ours, pid)
+
+    def spawn(self, *, argv: Sequence[str], env: Mapping[str, str], cwd: str, isolate: bool) -> EngineProcess:
+        """A running engine (exec has succeeded). Takes some milliseconds; any thread. Raises EngineError."""
+        request = {"argv": list(argv), "env": dict(env), "cwd": cwd, "isolate": isolate}
+        with contextlib.ExitStack() as ours, contextlib.ExitStack() as theirs:
+            try:
+                near, far = socket.socketpair()
+                ours.callback(near.close)
+                theirs.callback(far.close)
+                pipes = [os.pipe(), os.pipe()]
+                for read_end, write_end in pipes:
+                    ours.callback(os.close, read_end)
+                    theirs.callback(os.close, write_end)
+                near.settimeout(LAUNCH_S)
+                with self._lock:
+                    _send(self._channel, request, [far.fileno(), *(write_end for _, write_end in pipes)])
+                theirs.close()
+                message = _receive(near)
+                near.settimeout(ANSWER_S)
+            except OSError as problem:
+                raise EngineError(f"cannot start: {problem.strerror or problem}", where=argv[0]) from problem
+            if message is None:
+                hint = "out of memory, processes or files? `dmesg` may tell; else start shardbox again"
+                raise EngineError("cannot start: no answer from the spawner", where=argv[0], hint=hint)
+            if failure := message[0].get("failure"):
+                raise _launch_error(argv[0], cwd, failure)
+            ours.pop_all()
+        return EngineProcess(near, message[0]["pids"], [read_end for read_end, _ in pipes], isolated=isolate)
+
+    def close(self) -> None:
+        """Kill whatever is left and wait for it. May be called again."""
+        with self._lock:
+            self._channel.close()
+            pid, self._pid = self._pid, 0
+        if pid:
+            with _kill_later(pid, 2 * CLOSE_S), contextlib.suppress(ChildProcessError):
+                os.waitpid(pid, 0)
+
+
+@contextlib.contextmanager
+def _kill_later(pid: int, after_s: float) -> Iterator[None]:
+    """Bound a wait for a helper's end: one that hangs is killed."""
+    timer = threading.Timer(after_s, _kill, (os.kill, pid, signal.SIGKILL))
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+        timer.join()
+
+
+def _launch_error(program: str, cwd: str, failure: Mapping[str, Any]) -> EngineError:
+    """What a person can do about an engine that did not start."""
+    if failure["isolating"]:
+        return EngineError("cannot isolate the engine", where=program, hint=failure["text"])
+    hints = {
+        errno.EACCES: "`chmod +x` it, and see that its disk is not mounted noexec",
+        errno.ENOEXEC: "it is not a program for this machine: compare `file` with `uname -m`",
+        errno.ETXTBSY: "it is still being written",
+        errno.E2BIG: "shorten engine.args or engine.env",
+    }
+    hint = hints.get(failure["errno"], "")
+    if failure["errno"] == errno.ENOENT and os.path.isdir(cwd) and os.path.exists(program):
+        hint = "the file is there, but the loader or interpreter that it asks for is not (`file` names it)"
+    return EngineError(f"cannot start: {failure['text']}", where=program, hint=hint)
+
+
+class EngineProcess:
+    """A running engine. Every method may be called from any thread."""
+
+    exit_code: int | None = None
+
+    def __init__(
+        self, channel: socket.socket, pids: Sequence[int], fds: Sequence[int], *, isolated: bool
+    ) -> None:
+        self.isolated = isolated
+        self.pid, self._keeper = pids
+        self.output, self._report = fds  # output: read end of its stdout and stderr; closed by close()
+        self._channel = channel
+        self._lock, self._exit_lock = threading.Lock(), threading.Lock()
+
+    def _ask(self, verb: str, value: int | None = None) -> list[int]:
+        """Descriptors from the keeper. Raises OSError as it happened there, ProcessLookupError at the end."""
+        with self._lock:
+            try:
+                _send(self._channel, {"ask": [verb, value]})
+                message = _receive(self._channel)
+            except OSError:
+                message = None
+                self._channel.close()  # after a timeout the answers no longer fit the questions
+        if message is None:
+            raise ProcessLookupError(errno.ESRCH, "the engine has ended")
+        answer, fds = message
+        if number := answer.get("errno"):
+            raise OSError(number, os.strerror(number))
+        if verb == "socket" and not fds:
+            raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+        return fds
+
+    def _socket(self, port: int | None) -> socket.socket:
+        return socket.socket(fileno=self._ask("socket", port)[0]) if self.isolated else _tcp_socket(port)
+
+    def listen(self, port: int) -> socket.socket:
+        """A socket listening on 127.0.0.1:port in the engine's network. Raises OSError (EADDRINUSE, ...)."""
+        return self._socket(port)
+
+    def connect(self, port: int, timeout_s: float) -> socket.socket:
+        """A blocking TCP_NODELAY connection to 127.0.0.1:port in the engine's network. Raises OSError."""
+        made = self._socket(None)
+        try:
+            made.settimeout(timeout_s)
+            made.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            made.connect(("127.0.0.1", port))
+            if made.getsockname() == made.getpeername():  # a free port of the ephemeral range can meet itself
+                raise ConnectionRefusedError(errno.ECONNREFUSED, os.strerror(errno.ECONNREFUSED))
+            made.settimeout(None)
+        except BaseException:
+            made.close()
+            raise
+        return made
+
+    def signal(self, signum: int) -> None:
+        """Send it to the engine's process group; nothing happens when that is gone."""
+        with contextlib.suppress(OSError):
+            self._ask("signal", signum)
+
+    def wait_exit(self) -> int:
+        """Block until the engine and all it has forked are gone; its exit code, negative for a signal."""
+        with self._exit_lock:
+            if self.exit_code is None:
+                with os.fdopen(self._report, encoding="ascii") as report:
+                    line = report.readline()
+                if not line and sys.platform != "linux":
+                    _kill(os.killpg, self.pid, signal.SIGKILL)
+                # No line: the keeper was killed, and on Linux by its parent-death signal the engine with it.
+                self.exit_code = int(json.loads(line)["code"]) if line else -signal.SIGKILL
+            return self.exit_code
+
+    def bound_ports(self, candidates: Iterable[int] = ()) -> frozenset[int]:
+        """TCP ports it listens on; where the system does not tell, those of `candidates` that answer.
+
+        Some 8 ms on Linux: the kernel walks its whole table (2 cores, kernel 6.18). Do not ask all the time.
+        """
+        try:
+            sockets = {link for pid in _family(self.pid) for link in _socket_links(pid)}
+        except OSError:  # not Linux, or not for us to see
+            return frozenset(port for port in candidates if self._answers(port))
+        table = "".join(_read_text(f"/proc/{self.pid}/net/{name}") for name in ("tcp", "tcp6"))
+        rows = re.findall(r"^ *\d+: \w+:(\w{4}) \S+ 0A (?:\S+ +){5}(\d+)", table, re.MULTILINE)  # 0A: LISTEN
+        return frozenset(int(port, 16) for port, inode in rows if f"socket:[{inode}]" in sockets)
+
+    def _answers(self, port: int) -> bool:
+        with contextlib.suppress(OSError):
+            self.connect(port, 1.0).close()
+            return True
+        return False
+
+    def usage(self) -> Usage:
+        """What it has used up to now, with what it has forked."""
+        if sys.platform != "linux":
+            return Usage()
+        ticks, read, pages = 0, 0, 0
+        for pid in _family(self.pid):
+            ticks += sum(int(n) for n in _stat(pid)[11:15])  # its own, and of children it has waited for
+            read += sum(int(n) for n in re.findall(r"\nread_bytes: (\d+)", _read_text(f"/proc/{pid}/io")))
+            pages += sum(int(n) for n in _read_text(f"/proc/{pid}/statm").split()[1:2])
+        cpu_s, rss_bytes = ticks / os.sysconf("SC_CLK_TCK"), pages * os.sysconf("SC_PAGE_SIZE")
+        return Usage(cpu_s=cpu_s, read_bytes=read, rss_bytes=rss_bytes)
+
+    def close(self) -> None:
+        """Kill it if it lives, wait for it, close everything. May be called again."""
+        with contextlib.suppress(OSError), self._lock:
+            self._channel.shutdown(socket.SHUT_RDWR)  # the keeper takes it as the node's end
+        with _kill_later(self._keeper, CLOSE_S) if self.exit_code is None else contextlib.nullcontext():
+            self.wait_exit()
+        with self._lock:
+            self._channel.close()
+            output, self.output = self.output, -1
+        if output >= 0:
+            os.close(output)
+
+
+def _socket_links(pid: int) -> Iterator[str]:
+    """What its descriptors point to: `socket:[INODE]`. A process that has ended has none. Raises OSError."""
+    try:
+        names = os.listdir(f"/proc/{pid}/fd")
+    except (FileNotFoundError, ProcessLookupError):
+        if sys.platform == "linux":
+            return
+        raise
+    for name in names:
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+            yield os.readlink(f"/proc/{pid}/fd/{name}")
+
+
+# Engines that an earlier run left: elsewhere than on Linux a crash of node and helpers may leave some.
+
+
+def process_identity(pid: int) -> str:
+    """What tells this process from any other that had or gets its number; empty when there is none."""
+    if sys.platform == "linux":
+        stat = _stat(pid)
+        if len(stat) < 20 or stat[0] in "ZX":
+            return ""
+        return f"{_read_text('/proc/sys/kernel/random/boot_id').strip()}:{stat[19]}"
+    shown = subprocess.run(  # noqa: S603
+        ["/bin/ps", "-o", "lstart=", "-p", str(pid)], capture_output=True, text=True, check=False
+    )
+    return shown.stdout.strip()
+
+
+def stop_leftover(pid: int, identity: str) -> bool:
+    """Kill the group of an engine left by an earlier run, wait up to KILL_S. False: not that process."""
+    if not identity or process_identity(pid) != identity:
+        return False
+    for how in (os.killpg, os.kill):  # an engine leads its group; a group of that number is no other's
+        _kill(how, pid, signal.SIGKILL)
+    deadline = time.monotonic() + KILL_S
+    while process_identity(pid) == identity and time.monotonic() < deadline:
+        time.sleep(0.02)  # somebody else's child: there is nothing to wait on that every system has
+    return True
+
+
+# Output.
+
+_UNPRINTABLE = re.compile(r"\x1b\[[0-?]*[ -/]*[@-~]|[\x00-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069]")
+
+
+class CappedLog:
+    """Copies an engine's output into a file, in its own thread; a failing write never holds the engine up.
+
+    PATH is moved to PATH.1 at the start and whenever it holds `cap_bytes`: two files at most. What cannot be
+    written is lost and counted in `lost_bytes`, and the last reason kept in `problem`.
+    """
+
+    LINES, LINE_CHARS, CHUNK_BYTES = 200, 4000, 64 << 10
+    DRAIN_BYTES = (
+        1 << 20
+    )  # read after close() at the most, as an engine could go on for ever: the largest pipe
+
+    def __init__(self, path: str, fd: int, *, cap_bytes: int = 8 << 20) -> None:
+        self.problem, self.lost_bytes = "", 0
+        self._path, self._cap, self._file, self._size = path, max(1, cap_bytes), -1, 0
+        self._lines: deque[bytes] = deque(maxlen=self.LINES)
+        self._rest, self._lock = b"", threading.Lock()
+        self._input = os.dup(fd)  # so that the caller may close its own at any time
+        self._stopped, self._stop = os.pipe()
+        self._write(b"")
+        self._thread = threading.Thread(target=self._run, name=f"log {os.path.basename(path)}", daemon=True)
+        self._thread.start()
+
+    def tail(self, lines: int) -> list[str]:
+        """The last lines, oldest first, without control characters; an unfinished one counts. At most 200."""
+        with self._lock:
+            kept = [*self._lines, *([self._rest] if self._rest else [])]
+        texts = [_UNPRINTABLE.sub("", line.decode("utf-8", "replace").replace("\t", " ")) for line in kept]
+        return [text[: self.LINE_CHARS] for text in texts[-lines:]] if lines > 0 else []
+
+    def close(self) -> None:
+        """Take what is already in the pipe, and end. May be called again."""
+        with self._lock:
+            stop, self._stop = self._stop, -1
+        if stop >= 0:
+            os.close(stop)
+        self._thread.join()
+
+    def _run(self) -> None:
+        poll, left = select.poll(), self.DRAIN_BYTES
+        poll.register(self._input, select.POLLIN)
+        poll.register(self._stopped, select.POLLIN)
+        stopping = False
+        while left > 0:
+            ready = {fd for fd, _ in poll.poll(0 if stopping else None)}
+            if self._stopped in ready:
+                stopping = True
+                poll.unregister(self._stopped)
+            elif self._input not in ready:
+                break
+            if self._input in ready:
+                if not (chunk := os.read(self._input, self.CHUNK_BYTES)):
+                    break
+                left -= len(chunk) if stopping else 0
+                self._remember(chunk)
+                self._write(chunk)
+        for fd in (self._input, self._stopped, self._file):
+            if fd >= 0:
+                os.close(fd)
+
+    def _remember(self, chunk: bytes) -> None:
+        most = 4 * self.LINE_CHARS  # UTF-8 takes up to four bytes for a character
+        *whole, rest = (self._rest + chunk).split(b"\n")
+        with self._lock:
+            self._lines.extend(line[:most] for line in whole[-self.LINES :])
+            self._rest = rest[:most]
+
+    def _write(self, chunk: bytes) -> None:
+        left = memoryview(chunk)
+        try:
+            if self._file < 0:
+                self._turn_over()
+            while left:
+                if self._size >= self._cap:
+                    self._turn_over()
+                written = os.write(self._file, left[: self._cap - self._size])
+                self._size += written
+                left = left[written:]
+        except OSError as problem:
+            self.problem, self.lost_bytes = f"{self._path}: {problem.strerror}", self.lost_bytes + len(left)
+
+    def _turn_over(self) -> None:
+        """A new, empty file at PATH. Raises OSError."""
+        if self._file >= 0:
+            os.close(self._file)
+            self._file = -1
+        try:
+            if os.path.isfile(self._path):
+                os.replace(self._path, self._path + ".1")
+        except OSError as problem:  # then the old one is emptied: the cap holds
+            self.problem = f"{self._path}.1: {problem.strerror}"
+        flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND | os.O_NOFOLLOW
+        self._file, self._size = os.open(self._path, flags, 0o600), 0
+
+
+RehearsalHook = Callable[[str, int], None]
+
+REHEARSAL_DEFAULT_TOKENS = 64  # the longest answer to a request that sets no limit
+REHEARSAL_STOP_LINGER_MS = 1000  # bounds how long a rank that leaves waits for its successor to take the STOP
+REHEARSAL_POLL_S = 0.1  # bounds how late a stop signal, or a waiting client that went away, is noticed
+REHEARSAL_FLAGS = {
+    "-m": "model", "--model": "model", "-c": "context", "--ctx-size": "context", "-np": "slots",
+    "--parallel": "slots", "--host": "host", "--port": "port", "--world": "world", "--rank": "rank",
+    "--master": "master", "--next": "next", "--data-port": "data_port", "--signal-port": "signal_port",
+    "-lw": "layer_window", "--layer-window": "layer_window", "--n-layer-window": "layer_window",
+    "-b": "batch", "--batch-size": "batch", "-ub": "ubatch", "--ubatch-size": "ubatch",
+}  # fmt: skip
+REHEARSAL_TEXTS = ("model", "host", "master", "next", "layer_window")
+REHEARSAL_CACHE_COMMANDS = b"clear_kv_cache kv_seq_rm kv_seq_add kv_seq_cp kv_seq_keep kv_seq_div".split()
+
+
+class RehearsalError(Exception):
+    """The rehearsal cannot start or go on; the text says why, in one line."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RehearsalSetup:
+    """One rank's flags, with Prima's defaults, and the sizes of the model that is rehearsed."""
+
+    layers: int
+    width: int
+    vocab: int
+    name: str
+    model: str = ""
+    world: int = 1
+    rank: int = 0
+    master: str = ""
+    next: str = ""
+    data_port: int = 9000
+    signal_port: int = 10000
+    layer_window: str = ""
+    context: int = 4096
+    slots: int = 1
+    batch: int = 2048
+    ubatch: int = 512
+    host: str = "127.0.0.1"
+    port: int = 8080
+    metrics: bool = False
+    warmup: bool = True
+
+    @property
+    def windows(self) -> tuple[int, ...]:
+        """Layers a visit for each rank; without `-lw` an even share, where Prima would profile the boxes."""
+        if self.layer_window and self.world > 1:
+            return tuple(int(part) for part in self.layer_window.split(","))
+        return tuple(max(1, len(range(rank, self.layers, self.world))) for rank in range(self.world))
+
+
+def rehearsal_setup(argv: Sequence[str], environ: Mapping[str, str]) -> RehearsalSetup:
+    """Read an engine's argv and `SHARDBOX_REHEARSE`. Unknown flags do not matter here, so they are skipped.
+
+    Raises RehearsalError on a flag that is missing or makes no sense.
+    """
+    found: dict[str, Any] = {"metrics": "--metrics" in argv, "warmup": "--no-warmup" not in argv}
+    rest = deque(argv[1:])
+    try:
+        while rest:
+            name = REHEARSAL_FLAGS.get(rest.popleft())
+            value = rest.popleft() if rest and not rest[0].startswith("-") else ""
+            if name:
+                found[name] = value if name in REHEARSAL_TEXTS else int(value)
+        sizes = json.loads(environ.get("SHARDBOX_REHEARSE", ""))
+        found |= {name: int(sizes[name]) for name in ("layers", "width", "vocab")}
+        setup = RehearsalSetup(name=str(sizes["name"]), **found)
+        windows = setup.windows
+    except (ValueError, KeyError, TypeError) as error:
+        raise RehearsalError(f"cannot read a flag or SHARDBOX_REHEARSE: {error!r}") from error
+    required = ["model", *(["rank", "master", "next"] if setup.world > 1 else [])]
+    if missing := [f"--{name}" for name in required if found.get(name, "") == ""]:
+        raise RehearsalError(f"missing flags: {', '.join(missing)}")
+    if not 0 <= setup.rank < setup.world <= 32 or (setup.rank == 0) != (argv[0] == "llama-server"):
+        raise RehearsalError(
+            f"rank {setup.rank} of {setup.world}: rank 0 is llama-server, the rest llama-cli"
+        )
+    if min(windows) <= 0 or len(windows) != setup.world:
+        raise RehearsalError(f"-lw needs {setup.world} numbers, none of them zero, got {setup.layer_window}")
+    if min(setup.layers, setup.width, setup.vocab, setup.slots, setup.batch, setup.ubatch) < 1:
+        raise RehearsalError("the model's sizes, the slots and the batch sizes must be positive")
+    if setup.context < 4 * setup.slots:
+        raise RehearsalError(f"a context of {setup.context} tokens is too little for {setup.slots} slots")
+    batch = min(setup.batch, setup.context)
+    return replace(setup, batch=batch, ubatch=min(setup.ubatch, batch))
+
+
+def rehearsal_visits(windows: Sequence[int], layers: int) -> list[int]:
+    """The ranks in the order in which a token meets them.
+
+    The first layers belong to rank 1 and the leader closes the cycle; cycles repeat until all layers are used
+    up (this_layer_is_mine). A visit is one tensor received and one sent.
+    """
+    order: list[int] = []
+    rank = 1 % len(windows)
+    while layers > 0 and any(windows):
+        if windows[rank]:
+            order.append(rank)
+        layers -= windows[rank]
+        rank = (rank + 1) % len(windows)
+    return order
+
+
+def rehearsal_tensor(width: int, positions: Sequence[int]) -> list[bytes]:
+    """The message that carries the hidden state of some tokens: six frames, `width * 4` bytes a token."""
+    rows = len(positions)
+    shape, data = struct.pack("<4q", width, rows, 1, 1), bytes(4 * width * rows)
+    return [
+        *(b"sub_gf_out", shape, data),
+        *(b"inp_pos", struct.pack("<q", rows), struct.pack(f"<{rows}i", *positions)),
+    ]
+
+
+def rehearsal_rows(frames: Sequence[bytes], width: int, wanted: Sequence[bool], last: bool) -> list[bytes]:
+    """A tensor message of `len(wanted)` tokens; after the last layer only of those that want an answer.
+
+    Raises RehearsalError when it is another message, or of another size.
+    """
+    row = 4 * width
+    expected = [b"sub_gf_out", struct.pack("<2q", width, len(wanted)), row * len(wanted)]
+    key, shape, data = [*frames, b"", b"", b""][:3]
+    if [key, shape[:16], len(data)] != expected:
+        raise RehearsalError(
+            f"expected {len(wanted)} tokens of {row} bytes from the rank before, got {key[:20]!r} "
+            f"with {len(data)} bytes: another model there, or a stranger on the port"
+        )
+    if not last:
+        return list(frames)
+    kept = b"".join(data[row * i : row * (i + 1)] for i, wants in enumerate(wanted) if wants)
+    return [key, struct.pack("<4q", width, sum(wanted), 1, 1), kept, *frames[3:]]
+
+
+class RehearsalRing:
+    """One rank's sockets, none in a world of one. One call at a time; no timeouts, because Prima has none."""
+
+    def __init__(self, setup: RehearsalSetup, hook: RehearsalHook) -> None:
+        self.setup, self.hook = setup, hook
+        self.windows = setup.windows
+        self.tokens = 0  # that went round so far, the warm-up's two included
+        self.after = (setup.rank + 1) % setup.world
+        if setup.world > 1:
+            self._open()
+
+    def _open(self) -> None:
+        """Bind and dial as Prima does (llama_init_sockets); to bind every interface is Prima's choice."""
+        import zmq  # here, so that only an engine pays for it
+
+        setup = self.setup
+        self.context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self.inbox, self.signals = self.context.socket(zmq.PULL), self.context.socket(zmq.PULL)
+        self.onward, self.stopper = self.context.socket(zmq.PUSH), self.context.socket(zmq.PUSH)
+        self.to_leader = self.onward
+        try:
+            self.inbox.bind(f"tcp://*:{setup.data_port + setup.rank}")
+            self.signals.bind(f"tcp://*:{setup.signal_port + setup.rank}")
+            self.onward.connect(f"tcp://{setup.next}:{setup.data_port + self.after}")
+            if self.after != 0 and setup.rank != 0:
+                self.to_leader = self.context.socket(zmq.PUSH)
+                self.to_leader.connect(f"tcp://{setup.master}:{setup.data_port}")
+        except zmq.ZMQError as error:
+            reason = os.strerror(error.errno or 0)
+            raise RehearsalError(f"Error binding/connecting recv socket to endpoint: {reason}") from error
+        self.poller = zmq.Poller()
+        self.poller.register(self.inbox, zmq.POLLIN)
+        self.poller.register(self.signals, zmq.POLLIN)
+
+    def form(self) -> None:
+        """Pass both barriers; a worker learns the layer windows there.
+
+        Raises RehearsalError when a real leader wants this box's device profile, because it got no `-lw`.
+        """
+        if self.setup.world == 1:
+            return
+        start = [b"should_profile", b"\0", b"n_ctx", struct.pack("<I", self.setup.context)]
+        if self._barrier(1, start)[1] != b"\0":
+            raise RehearsalError(
+                "the leader wants a device profile, which a rehearsal has not: start it with -lw"
+            )
+        padded = [*self.setup.windows, *[0] * (32 - self.setup.world)]
+        answer = self._barrier(2, [b"n_layer_window", struct.pack("<32I", *padded)])
+        self.windows = struct.unpack("<32I", answer[1])[: self.setup.world]
+
+    def _barrier(self, number: int, message: list[bytes]) -> list[bytes]:
+        """What the leader sends at a barrier; the last rank answers the leader with `ACK`."""
+        self.hook(f"barrier:{number}", 0)
+        leader = self.setup.rank == 0
+        if leader:
+            self.onward.send_multipart(message)
+        frames = self.inbox.recv_multipart()
+        expected = (
+            [b"ACK"] if leader else [part if at % 2 == 0 else len(part) for at, part in enumerate(message)]
+        )
+        shape = [part if at % 2 == 0 else len(part) for at, part in enumerate(frames)]
+        if shape[: len(expected)] != expected:
+            raise RehearsalError(
+                f"start-up barrier {number}: expected {expected[0]!r}, got {frames[0][:40]!r}; "
+                "a rank cannot join a ring that runs, all must start together"
+            )
+        if not leader:
+            self.onward.send_multipart([b"ACK"] if self.after == 0 else frames)
+        return message if leader else frames
+
+    def _receive(self) -> list[bytes] | None:
+        """The next data message, or None once a STOP has come on the signal port."""
+        while self.signals not in (ready := dict(self.poller.poll())):
+            if self.inbox in ready:
+                return self.inbox.recv_multipart()
+        return None
+
+    def work(self) -> None:
+        """A worker's life after the barriers, until STOP (llama_decode_internal)."""
+        visits = rehearsal_visits(self.windows, self.setup.layers)
+        lasts = [index == len(visits) - 1 for index, rank in enumerate(visits) if rank == self.setup.rank]
+        while (frames := self._receive()) is not None:
+            wanted = self._announced(frames)
+            if self.after != 0:
+                self.onward.send_multipart(frames)
+            for start in range(0, len(wanted), self.setup.ubatch):
+                part = wanted[start : start + self.setup.ubatch]
+                for last in lasts:
+                    if (tensor := self._receive()) is None:
+                        return
+                    target = self.to_leader if last else self.onward
+                    target.send_multipart(rehearsal_rows(tensor, self.setup.width, part, last))
+
+    def _announced(self, frames: Sequence[bytes]) -> list[bool]:
+        """For each token that a message announces, whether it wants an answer; cache commands: none."""
+        if frames[0] in REHEARSAL_CACHE_COMMANDS:
+            return []
+        named = dict(zip(frames[::2], frames[1::2], strict=False))
+        if frames[0] != b"n_tokens" or b"n_tokens" not in named:
+            raise RehearsalError(f"not a message of the ring: {frames[0][:40]!r}; a stranger on the port")
+        count = int.from_bytes(named[b"n_tokens"], "little")
+        self.tokens += count
+        self.hook("token", self.tokens)
+        only_last = bytes(max(0, count - 1)) + b"\1"
+        return [wants != 0 for wants in named.get(b"logits", only_last)]
+
+    def decode(self, positions: Sequence[int], wanted: Sequence[bool], slot: int | None) -> None:
+        """Send a batch round the ring and wait for the answer. Slot None: no names in it, as in a warm-up."""
+        count = len(positions)
+        self.tokens += count
+        self.hook("token", self.tokens)
+        if self.setup.world == 1:
+            return
+
+        def ints(*values: int) -> bytes:
+            return struct.pack(f"<{len(values)}i", *values)
+
+        meta = [b"n_tokens", ints(count)]
+        if slot is not None:
+            meta += [
+                b"pos",
+                ints(*positions),
+                b"n_seq_id",
+                ints(*[1] * count),
+                b"seq_id",
+                ints(*[slot] * count),
+            ]
+            meta += [b"logits", bytes(wanted)]
+        self.onward.send_multipart([*meta, b"all_pos_0", ints(0), b"all_pos_1", ints(int(slot is None))])
+        for start in range(0, count, self.setup.ubatch):
+            part = slice(start, start + self.setup.ubatch)
+            self._round(rehearsal_tensor(self.setup.width, positions[part]), wanted[part])
+
+    def _round(self, tensor: list[bytes], wanted: Sequence[bool]) -> None:
+        """One micro-batch through every layer; each window of the leader is one message in and one out."""
+        visits = rehearsal_visits(self.windows, self.setup.layers)
+        self.onward.send_multipart(tensor)
+        for index, rank in enumerate(visits):
+            if rank == 0:
+                tensor = rehearsal_rows(self.inbox.recv_multipart(), self.setup.width, wanted, last=False)
+                if index < len(visits) - 1:
+                    self.onward.send_multipart(tensor)
+        if visits[-1] != 0:
+            answers = [True] * sum(wanted)
+            rehearsal_rows(self.inbox.recv_multipart(), self.setup.width, answers, last=False)
+
+    def forget(self, slot: int) -> None:
+        """Have every rank empty a slot's cache, so that real workers do not run out of it."""
+        if self.setup.world > 1:
+            self.onward.send_multipart([b"kv_seq_rm", struct.pack("<i", slot), *[struct.pack("<i", -1)] * 2])
+
+    def leave(self) -> None:
+        """Hand STOP on. The leader waits until it has been all round: as in Prima for ever, if it cannot."""
+        self.hook("stop", self.tokens)
+        if self.setup.world == 1:
+            return
+        self.stopper.connect(f"tcp://{self.setup.next}:{self.setup.signal_port + self.after}")
+        self.stopper.send(b"STOP")
+        if self.setup.rank == 0:
+            self.signals.recv()
+        for quiet in (self.inbox, self.signals, self.onward, self.to_leader):
+            quiet.close(linger=0)
+        self.stopper.close(linger=REHEARSAL_STOP_LINGER_MS)
+        self.context.term()
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class RehearsalRequest:
+    """One completion. Times in seconds; `limit` None: the answer ends by itself."""
+
+    prompt: str
+    prompt_tokens: int
+    limit: int | None
+    past: int = 0
+    made: int = 0
+    finish: str = "stop"
+    prompt_s: float = 0.0
+    made_s: float = 0.0
+
+    def report(self) -> dict[str, Any]:
+        """`usage` as OpenAI has it and `timings` as llama.cpp has them."""
+        timings: dict[str, float] = {}
+        parts = (("prompt", self.prompt_tokens, self.prompt_s), ("predicted", self.made, self.made_s))
+        for kind, count, seconds in parts:
+            speed = count / seconds if seconds else 0.0
+            timings |= {f"{kind}_n": count, f"{kind}_ms": seconds * 1000, f"{kind}_per_second": speed}
+        usage = {"prompt_tokens": self.prompt_tokens, "completion_tokens": self.made}
+        return {"usage": usage | {"total_tokens": self.prompt_tokens + self.made}, "timings": timings}
+
+
+class RehearsalLeader:
+    """Slots and answers of rank 0. HTTP threads take turns at the ring, one batch each."""
+
+    def __init__(self, setup: RehearsalSetup, ring: RehearsalRing) -> None:
+        self.setup, self.ring = setup, ring
+        self.slot_context = setup.context // setup.slots
+        self.busy: list[RehearsalRequest | None] = [None] * setup.slots
+        self.free: queue.SimpleQueue[int] = queue.SimpleQueue()
+        for slot in range(setup.slots):
+            self.free.put(slot)
+        self.turn = threading.Lock()
+        self.stopping = False
+        self.failure: RehearsalError | None = None
+        self.totals = {"prompt_tokens_total": 0, "tokens_predicted_total": 0, "n_decode_total": 0}
+
+    def request(self, prompt: str, limit: int | None) -> RehearsalRequest:
+        """A request whose prompt fits a slot; a longer one loses half contexts, unsaid, as with Prima."""
+        tokens, block = max(1, len(rehearsal_tokens(prompt, 1))), self.slot_context // 2
+        if tokens >= self.slot_context:
+            tokens -= (tokens - block) // block * block
+        return RehearsalRequest(prompt=prompt, prompt_tokens=tokens, limit=limit)
+
+    def answer(self, request: RehearsalRequest, check: Callable[[], None]) -> Generator[str, None, None]:
+        """Say an answer word by word, each after its round. `check` raises OSError once the client has gone.
+
+        Raises OSError also when the rehearsal stops meanwhile.
+        """
+        slot = self._take(check)
+        try:
+            self.busy[slot] = request
+            request.prompt_s = self._prefill(request, slot, check)
+            limit = REHEARSAL_DEFAULT_TOKENS if request.limit is None else request.limit
+            for word in self._words(request):
+                if request.made >= limit or request.past >= self.slot_context:
+                    request.finish = "length"
+                    return
+                check()
+                if request.made:
+                    request.made_s += self._decode([request.past], slot, True)
+                    request.past += 1
+                request.made += 1
+                self.totals["tokens_predicted_total"] += 1
+                yield word
+        finally:
+            self.busy[slot] = None
+            self.free.put(slot)
+
+    def _take(self, check: Callable[[], None]) -> int:
+        while True:
+            check()
+            with contextlib.suppress(queue.Empty):
+                return self.free.get(timeout=REHEARSAL_POLL_S)
+
+    def _prefill(self, request: RehearsalRequest, slot: int, check: Callable[[], None]) -> float:
+        """Send the prompt in batches; the seconds it took."""
+        seconds = 0.0
+        with self.turn:
+            self.ring.forget(slot)
+        while request.past < request.prompt_tokens:
+            check()
+            end = min(request.past + self.setup.batch, request.prompt_tokens)
+            seconds += self._decode(range(request.past, end), slot, end == request.prompt_tokens)
+            request.past = end
+        self.totals["prompt_tokens_total"] += request.prompt_tokens
+        return seconds
+
+    def _decode(self, positions: Sequence[int], slot: int, wanted: bool) -> float:
+        """One batch round the ring, whose last token may want an answer; its seconds, without queueing."""
+        with self.turn:
+            if self.stopping:
+                raise ConnectionAbortedError("the rehearsal stops")
+            start = time.monotonic()
+            try:
+                self.ring.decode(positions, [False] * (len(positions) - 1) + [wanted], slot)
+            except RehearsalError as error:
+                self.failure, self.stopping = error, True
+                raise ConnectionAbortedError("the ring is broken") from error
+            self.totals["n_decode_total"] += 1
+            return time.monotonic() - start
+
+    def _words(self, request: RehearsalRequest) -> Iterator[str]:
+        """The answer's words; figures are taken when they are about to be said."""
+        setup = self.setup
+        visits = rehearsal_visits(setup.windows, setup.layers)
+        hops = len(visits) + (visits[-1] != 0) if setup.world > 1 else 0
+        text = (
+            f"This is a rehearsal: no model is loaded. {setup.world} ranks, "
+            f"layers {','.join(map(str, setup.windows))}; a token is {hops} messages of {setup.width * 4} B."
+        )
+        yield from re.findall(r"\s*\S+", text)
+        while True:
+            text = " One rank, so there is no network in between."
+            if setup.world > 1 and request.made > 1:
+                mean_s = request.made_s / (request.made - 1)
+                speed = f"{1 / mean_s:.0f} tokens/s"
+                text = f" {mean_s * 1000:.2f} ms a token, what the network alone allows: {speed}."
+            yield from re.findall(r"\s*\S+", text)
+            if request.limit is None:
+                return
+
+    def views(self) -> dict[str, Any]:
+        """The JSON behind each GET path once the ring is up."""
+        setup, idle = self.setup, RehearsalRequest(prompt="", prompt_tokens=0, limit=0)
+        card = {"id": setup.name, "object": "model", "owned_by": "shardbox-rehearsal"}
+        slots = [
+            {
+                "id": slot,
+                "state": int(at is not idle),
+                "prompt": at.prompt,
+                "next_token": {"n_decoded": at.made},
+            }
+            for slot, at in enumerate(request or idle for request in self.busy)
+        ]
+        generation = {"n_ctx": self.slot_context, "model": setup.name}
+        return {
+            "/health": {"status": "ok"},
+            "/v1/models": {"object": "list", "data": [card]},
+            "/props": {"total_slots": setup.slots, "default_generation_settings": generation},
+            "/slots": [slot | generation for slot in slots],
+        }
+
+    def metrics(self) -> str:
+        """`/metrics` in Prometheus' text form, under llama.cpp's names."""
+        values = self.totals | {"requests_processing": sum(map(bool, self.busy))}
+        return "".join(f"llamacpp:{name} {value}\n" for name, value in values.items())
+
+
+def rehearsal_tokens(text: str, vocab: int) -> list[int]:
+    """Stand-in token numbers: one for every four letters of a word, a count near that of a real tokenizer."""
+    return [zlib.crc32(part.encode()) % vocab for part in re.findall(r"\s*\S{1,4}", text)]
+
+
+def rehearsal_prompt(body: Mapping[str, Any], chat: bool) -> str:
+    """The text to count of a request; a chat's messages have a string or a list of parts as their content."""
+    if not chat:
+        return str(body["prompt"])
+    words: list[str] = []
+    for message in body["messages"]:
+        content = message.get("content") or ""
+        parts = [part.get("text", "") for part in content] if isinstance(content, list) else [str(content)]
+        words += [str(message["role"]), *parts]
+    return " ".join(words)
+
+
+def rehearsal_reply(
+    request: RehearsalRequest, model: str, text: str, *, chat: bool, part: bool
+) -> dict[str, Any]:
+    """A whole reply, or one event of a stream, of which an empty text is the last.
+
+    What is not a chat has llama.cpp's own form, on `/v1/completions` too, as in Prima's server.
+    """
+    done = not (part and text)
+    if not chat:
+        reply: dict[str, Any] = {"content": text, "stop": done, "index": 0, "model": model}
+        ends = {"stopped_limit": request.finish == "length", "stopped_eos": request.finish == "stop"}
+        counts = {"tokens_predicted": request.made, "tokens_evaluated": request.prompt_tokens}
+        return reply | ends | counts if done else reply
+    message = {"role": "assistant", "content": text} if text or not part else {}
+    choice = {
+        "index": 0,
+        "finish_reason": request.finish if done else None,
+        "delta" if part else "message": message,
+    }
+    kind = "chat.completion.chunk" if part else "chat.completion"
+    base = {"id": f"chatcmpl-{id(request):x}", "object": kind, "created": int(time.time()), "model": model}
+    return base | {"choices": [choice]}
+
+
+class RehearsalHTTP(ThreadingHTTPServer):
+    """The leader's HTTP server; it listens before the ring forms, so that `/health` can say 503."""
+
+    daemon_threads = True
+    request_queue_size = 128
+    # As in Prima's server; without it, connections that its predecessor closed keep the port for a minute.
+    allow_reuse_port = True
+    leader: RehearsalLeader | None = None
+
+
+class RehearsalHandler(BaseHTTPRequestHandler):
+    """The part of llama-server's HTTP interface that shardbox and its users touch."""
+
+    protocol_version = "HTTP/1.1"
+    disable_nagle_algorithm = True
+    server: RehearsalHTTP
+
+    def log_message(self, format: str, *args: object) -> None:
+        """Say nothing a request: the engine's log is for what goes wrong."""
+
+    def _reply(self, status: int, body: object, kind: str = "application/json; charset=utf-8") -> None:
+        data = body.encode() if isinstance(body, str) else json.dumps(body).encode()
+        self.send_response(status)
+        self.send_header("Content-Type", kind)
+        self.send_header("Content-Length", str(len(data)))
+        self.end_headers()
+        self.wfile.write(data)
+
+    def _fail(self, status: int, message: str, kind: str) -> None:
+        self._reply(status, {"error": {"code": status, "message": message, "type": kind}})
+
+    def do_GET(self) -> None:
+        """`/health`, `/v1/models`, `/props`, `/slots`, `/metrics`; all 503 while the ring forms."""
+        leader, path = self.server.leader, self.path.partition("?")[0]
+        if leader is None:
+            self._fail(503, "Loading model", "unavailable_error")
+        elif path == "/metrics" and leader.setup.metrics:
+            self._reply(200, leader.metrics(), "text/plain; version=0.0.4")
+        elif (view := leader.views().get(path)) is not None:
+            self._reply(200, view)
+        else:
+            self._fail(404, "File Not Found", "not_found_error")
+
+    def do_POST(self) -> None:
+        """`/tokenize` and the completions; 400 for a body that is none, 503 while the ring forms."""
+        leader, path = self.server.leader, self.path.partition("?")[0]
+        chat = path in ("/v1/chat/completions", "/chat/completions")
+        try:
+            body = json.loads(self.rfile.read(int(self.headers.get("Content-Length") or 0)))
+            if leader is None:
+                return self._fail(503, "Loading model", "unavailable_error")
+            if path == "/tokenize":
+                return self._reply(200, {"tokens": rehearsal_tokens(body["content"], leader.setup.vocab)})
+            if not chat and path not in ("/v1/completions", "/completions", "/completion"):
+                return self._fail(404, "File Not Found", "not_found_error")
+            limits = [body.get(key) for key in ("max_tokens", "max_completion_tokens", "n_predict")]
+            limit = next((int(value) for value in limits if value is not None and int(value) >= 0), None)
+            request = leader.request(rehearsal_prompt(body, chat), limit)
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            return self._fail(400, f"cannot read the request: {error!r}", "invalid_request_error")
+        try:
+            with contextlib.closing(leader.answer(request, self._check)) as words:
+                self._complete(leader, request, words, body, chat)
+        except OSError:
+            self.close_connection = True
+
+    def _complete(
+        self,
+        leader: RehearsalLeader,
+        request: RehearsalRequest,
+        words: Iterator[str],
+        body: Mapping[str, Any],
+        chat: bool,
+    ) -> None:
+        """Answer as one JSON or as events."""
+        model = str(body.get("model") or leader.setup.name)
+        if not body.get("stream"):
+            reply = rehearsal_reply(request, model, "".join(words), chat=chat, part=False)
+            return self._reply(200, reply | request.report())
+        self.send_response(200)
+        self.send_header("Content-Type", "text/event-stream")
+        self.send_header("Transfer-Encoding", "chunked")
+        self.end_headers()
+        for word in words:
+            self._event(json.dumps(rehearsal_reply(request, model, word, chat=chat, part=True)))
+        with_usage = not chat or (body.get("stream_options") or {}).get("include_usage")
+        final = rehearsal_reply(request, model, "", chat=chat, part=True)
+        self._event(json.dumps(final | (request.report() if with_usage else {})))
+        if chat:
+            self._event("[DONE]")
+        self.wfile.write(b"0\r\n\r\n")
+
+    def _event(self, text: str) -> None:
+        line = f"data: {text}\n\n".encode()
+        self.wfile.write(b"%x\r\n%s\r\n" % (len(line), line))
+
+    def _check(self) -> None:
+        """Raise ConnectionError when the client has gone; one that waits has just nothing to read."""
+        with contextlib.suppress(BlockingIOError):
+            if not self.connection.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT):
+                raise ConnectionResetError("the client has gone")
+
+
+def rehearsal_lead(setup: RehearsalSetup, hook: RehearsalHook) -> None:
+    """Rank 0: form the ring, warm it up, serve until SIGTERM or SIGINT. A second signal exits 1 at once."""
+    try:
+        server = RehearsalHTTP((setup.host, setup.port), RehearsalHandler)
+    except OSError as error:
+        raise RehearsalError(f"cannot listen on {setup.host}:{setup.port}: {error.strerror}") from error
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    ring = RehearsalRing(setup, hook)
+    ring.form()
+    hook("loaded", 0)
+    if setup.warmup:
+        ring.decode([0, 1], [False, True], None)
+    leader = RehearsalLeader(setup, ring)
+
+    def on_signal(number: int, frame: object) -> None:
+        if leader.stopping:
+            os._exit(1)
+        leader.stopping = True
+
+    # Not earlier: while it loads, a signal kills Prima's server outright, the only way out of its barriers.
+    signal.signal(signal.SIGTERM, on_signal)
+    signal.signal(signal.SIGINT, on_signal)
+    server.leader = leader
+    while not leader.stopping:
+        time.sleep(REHEARSAL_POLL_S)
+    if leader.failure is not None:
+        raise leader.failure
+    with leader.turn:
+        ring.leave()
+
+
+def rehearse(
+    argv: Sequence[str], environ: Mapping[str, str], *, hook: RehearsalHook = lambda point, tokens: None
+) -> int:
+    """Be one rank of a rehearsed ring until it is stopped; the exit code, 0, or 1 with the reason on stderr.
+
+    argv[0] is "llama-server" or "llama-cli". To be called in the main thread of a process of its own, because
+    it takes over SIGTERM and SIGINT. `hook(point, tokens so far)` is called before "barrier:1" and
+    "barrier:2", when "loaded", at each batch ("token") and at "stop".
+    """
+    if "--version" in argv:
+        print("version: rehearsal (shardbox)")
+        return 0
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    try:
+        setup = rehearsal_setup(argv, environ)
+        if setup.rank == 0:
+            rehearsal_lead(setup, hook)
+            return 0
+        ring = RehearsalRing(setup, hook)
+        ring.form()
+        hook("loaded", 0)
+        ring.work()
+        ring.leave()
+    except RehearsalError as error:
+        print(f"{argv[0]}: rehearsal: {error}", file=sys.stderr, flush=True)
+        return 1
+    return 0
+
+
+# ======================================================================================================
+# 12. Supervisor: peers, this node's ranks, the rings that it leads, and the node that holds them together
+# ======================================================================================================
+
+POLL_S = 2.0  # between two questions to a peer
+CALL_TIMEOUT_S = 5.0  # bounds one question to a peer
+LOST_S = 7.0  # a peer silent for longer is lost: three questions unanswered
+SETTLE_S = 3.0  # without [[nodes]]: how long nobody new must have come before a ring forms (mDNS takes 1.2 s)
+RING_STOP_S = 6.0  # after the leader's SIGTERM a whole ring is gone in about 3 s (measured)
+TERM_S = 2.0  # from SIGTERM to SIGKILL
+STALL_S = 30.0  # a request in flight, nothing moves and nobody computes for so long: the ring hangs
+WATCH_S = 1.0  # between two looks at a ring's ranks
+
+
+class DialConnector(aiohttp.BaseConnector):
+    """An aiohttp connector whose connections come from `dial(host)`, a blocking call that returns a socket."""
+
+    def __init__(self, dial: Callable[[str], socket.socket], pool: Executor) -> None:
+        super().__init__(limit=0, keepalive_timeout=30.0)
+        self._dial = dial
+        self._pool = pool
+
+    async def _create_connection(self, req: Any, traces: Any, timeout: Any) -> Any:
+        loop = asyncio.get_running_loop()
+        sock = await loop.run_in_executor(self._pool, self._dial, str(req.url.host))
+        sock.setblocking(False)
+        _, protocol = await loop.create_connection(self._factory, sock=sock)
+        return protocol
+
+
+class Links:
+    """HTTP to other nodes over the mesh. A target is (node, address, port)."""
+
+    def __init__(self, mesh: Mesh, pool: Executor) -> None:
+        self._mesh = mesh
+        self._targets: dict[str, tuple[str, str, int]] = {}
+        self._tokens: dict[tuple[str, str, int], str] = {}
+        self.session = aiohttp.ClientSession(
+            connector=DialConnector(self._dial, pool), timeout=aiohttp.ClientTimeout(total=None)
+        )
+
+    def _dial(self, host: str) -> socket.socket:
+        node, address, port = self._targets[host]
+        try:
+            return self._mesh.connect(address, port, node, "control", CALL_TIMEOUT_S)
+        except MeshError as error:
+            raise MeshCallError(error) from error
+
+    def url(self, target: tuple[str, str, int], path: str) -> str:
+        """The URL of a path on that node, for `session`."""
+        token = self._tokens.setdefault(target, f"node-{len(self._tokens)}")
+        self._targets[token] = target
+        return f"http://{token}{path}"
+
+    async def call(self, target: tuple[str, str, int], method: str, path: str, body: Any = None,
+                   timeout_s: float = CALL_TIMEOUT_S) -> Any:  # fmt: skip
+        """The JSON answer. Raises ShardboxError with the peer's own words, or why it cannot be asked."""
+        try:
+            async with asyncio.timeout(timeout_s):
+                async with self.session.request(method, self.url(target, path), json=body) as reply:
+                    data = await reply.json(content_type=None)
+                    status = reply.status
+        except TimeoutError:
+            raise MeshError(f"no answer within {format_duration(timeout_s)}", where=target[0]) from None
+        except MeshCallError as error:
+            raise error.error from None
+        except (aiohttp.ClientError, OSError, ValueError) as error:
+            raise MeshError(
+                f"the connection broke ({error or type(error).__name__})", where=target[0]
+            ) from None
+        if status != 200:
+            said = data.get("error") if isinstance(data, dict) else None
+            what, hint = (said.get("what"), said.get("hint")) if isinstance(said, dict) else (None, None)
+            raise MeshError(
+                str(what or f"answered {status}"), kind="refused", where=target[0], hint=str(hint or "")
+            )
+        return data
+
+    async def close(self) -> None:
+        """Close every connection."""
+        await self.session.close()
+
+
+class MeshCallError(aiohttp.ClientError):
+    """Carries a MeshError through aiohttp, which lets only its own errors and OSError pass."""
+
+    def __init__(self, error: MeshError) -> None:
+        super().__init__(str(error))
+        self.error = error
+
+
+@dataclass(slots=True, kw_only=True)
+class Peer:
+    """What we know of one other node. `last_seen` is our own monotonic clock; 0: never."""
+
+    name: str
+    hints: dict[tuple[str, int], Hint] = dataclasses.field(default_factory=dict)
+    facts: NodeFacts | None = None
+    facts_digest: str = ""
+    models: tuple[ModelView, ...] = ()
+    ranks: tuple[RankView, ...] = ()
+    target: tuple[str, str, int] | None = None
+    source: str = ""
+    rtt_ms: float = 0.0
+    last_seen: float = 0.0
+    wall_skew_s: float = 0.0
+    problem: str = ""
+    twin: str = ""  # another machine that calls itself the same
+
+
+class Peers:
+    """Asks every node that a hint points at, and knows who is live."""
+
+    def __init__(self, *, name: str, links: Links, hints: Callable[[], Iterable[Hint]],
+                 hello: Callable[[], dict[str, str]], on_state: Callable[[Peer, dict[str, Any]], None]) -> None:  # fmt: skip
+        self.known: dict[str, Peer] = {}
+        self.twin_error: str = ""
+        self._name = name
+        self._links = links
+        self._hints = hints
+        self._hello = hello
+        self._on_state = on_state
+        self._tasks: dict[str, asyncio.Task[None]] = {}
+        self._news: dict[str, asyncio.Event] = {}
+
+    def refresh(self) -> None:
+        """Take in new hints; a name heard of for the first time gets its own task."""
+        for hint in self._hints():
+            peer = self.known.get(hint.node)
+            if peer is None:
+                if len(self.known) >= 1024:
+                    continue
+                peer = self.known[hint.node] = Peer(name=hint.node)
+                self._tasks[hint.node] = asyncio.get_running_loop().create_task(self._follow(peer))
+            peer.hints[hint.address, hint.port] = hint
+
+    def ask_now(self, name: str) -> None:
+        """That node has news: ask it at once."""
+        if name in self._news:
+            self._news[name].set()
+
+    def live(self) -> list[Peer]:
+        """Peers that answered within LOST_S."""
+        now = time.monotonic()
+        return [peer for peer in self.known.values() if peer.facts and now - peer.last_seen <= LOST_S]
+
+    def target(self, name: str) -> tuple[str, str, int]:
+        """Where to reach a node now. Raises MeshError where it never answered."""
+        peer = self.known.get(name)
+        if peer is None or peer.target is None:
+            raise MeshError("never seen", where=name)
+        return peer.target
+
+    async def call(self, name: str, method: str, path: str, body: Any = None,
+                   timeout_s: float = CALL_TIMEOUT_S) -> Any:  # fmt: skip
+        """Ask a node by name."""
+        return await self._links.call(self.target(name), method, path, body, timeout_s)
+
+    async def _follow(self, peer: Peer) -> None:
+        news = self._news[peer.name] = asyncio.Event()
+        while True:
+            news.clear()
+            try:
+                await self._ask(peer)
+            except ShardboxError as error:
+                peer.problem = str(error.what)
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(news.wait(), POLL_S)
+
+    async def _ask(self, peer: Peer) -> None:
+        """One question, at the address that answered last, else at each that we know."""
+        order = sorted(peer.hints.values(), key=lambda hint: (peer.target != (peer.name, hint.address, hint.port),
+                                                              hint.source != "static"))  # fmt: skip
+        problem: ShardboxError | None = None
+        for hint in order:
+            target = (peer.name, hint.address, hint.port)
+            query = urllib.parse.urlencode({**self._hello(), "have": peer.facts_digest})
+            started = time.monotonic()
+            try:
+                state = await self._links.call(target, "GET", f"/peer/state?{query}")
+                self._take(peer, hint, state, started)
+                return
+            except ShardboxError as error:
+                error.what = f"{error.what} ({hint.address}:{hint.port})"
+                problem = problem or error
+        if problem:
+            raise problem
+
+    def _take(self, peer: Peer, hint: Hint, state: dict[str, Any], started: float) -> None:
+        now = time.monotonic()
+        facts = peer.facts if state.get("facts") is None else from_json(NodeFacts, state["facts"], "facts")
+        if facts is None:
+            peer.facts_digest = ""
+            raise MessageError("sent no facts", where=peer.name)
+        if facts.protocol != PROTOCOL:
+            raise MeshError(f"speaks protocol {facts.protocol}, this box {PROTOCOL} (shardbox {facts.version})",
+                            kind="protocol", where=peer.name)  # fmt: skip
+        if peer.facts and facts.machine != peer.facts.machine and now - peer.last_seen <= LOST_S:
+            peer.twin = f"two machines call themselves {peer.name}: {hint.address} is ignored"
+            return
+        if peer.facts and facts.machine == peer.facts.machine and facts.start < peer.facts.start:
+            return  # an older start of the same node, late
+        rtt_ms = (now - started) * 1000
+        peer.facts, peer.facts_digest = facts, str(state.get("digest", ""))
+        peer.models = from_json(_PeerViews, state, "state").models
+        peer.ranks = from_json(_PeerViews, state, "state").ranks
+        peer.rtt_ms = rtt_ms if not peer.rtt_ms else min(rtt_ms, 0.8 * peer.rtt_ms + 0.2 * rtt_ms)
+        peer.target, peer.source = (peer.name, hint.address, hint.port), hint.source
+        peer.last_seen, peer.problem = now, ""
+        peer.wall_skew_s = float(state.get("wall", 0.0)) - time.time() if state.get("wall") else 0.0
+        self._on_state(peer, state)
+
+    async def close(self) -> None:
+        """Stop asking."""
+        for task in self._tasks.values():
+            task.cancel()
+        await asyncio.gather(*self._tasks.values(), return_exceptions=True)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _PeerViews:
+    models: tuple[ModelView, ...] = ()
+    ranks: tuple[RankView, ...] = ()
+
+
+@dataclass(slots=True, kw_only=True)
+class RankRun:
+    """This node's part in one ring, from its lease to its end."""
+
+    lease: Lease
+    plan: ModelPlan
+    rank: int
+    wiring: RankWiring
+    phase: str = "prepared"
+    engine: EngineProcess | None = None
+    log: CappedLog | None = None
+    exit_code: int | None = None
+    problem: str = ""
+    isolation_problem: str = ""
+    bound: asyncio.Event = dataclasses.field(default_factory=asyncio.Event)
+    exited: asyncio.Event = dataclasses.field(default_factory=asyncio.Event)
+    tasks: list[asyncio.Task[None]] = dataclasses.field(default_factory=list)
+    wires: list[tuple[Route, Wire, WireStats]] = dataclasses.field(default_factory=list)
+    inbound: dict[str, WireStats] = dataclasses.field(default_factory=dict)
+    session: aiohttp.ClientSession | None = None  # to the engine's HTTP; leaders only
+
+
+class RankHost:
+    """Grants leases, starts engines with their wires, and stops them. All in the event loop but `open_service`."""
+
+    def __init__(self, *, config: Config, name: str, folder: str, spawner: Spawner, pool: Executor,
+                 facts: Callable[[], NodeFacts], dial: Callable[[str, str], SealedLink],
+                 bound_far: Callable[[str, str, str], Awaitable[None]],
+                 on_trouble: Callable[[RankRun, str], None]) -> None:  # fmt: skip
+        self.runs: dict[str, RankRun] = {}
+        self.exits: collections.deque[str] = collections.deque(maxlen=8)
+        self._config = config
+        self._name = name
+        self._folder = folder
+        self._spawner = spawner
+        self._pool = pool
+        self._facts = facts
+        self._dial = dial
+        self._bound_far = bound_far
+        self._on_trouble = on_trouble
+
+    def get(self, model: str, generation: str) -> RankRun:
+        """The run that a message is about. Raises PlanError for an old generation."""
+        run = self.runs.get(model)
+        if run is None or run.lease.generation != generation:
+            raise PlanError(f"no rank under generation {generation} here", where=f"model {model}")
+        return run
+
+    async def prepare(
+        self, plan: ModelPlan, generation: str, proposer: str, expect: Mapping[str, str]
+    ) -> None:
+        """Grant the lease for this node's rank after checking what only this node can check. Raises ShardboxError.
+
+        `expect`: the leader's content hash ("root") and engine build ("commit"); "" is not compared."""
+        model = self._config.model(plan.model)
+        mine = plan.rank_of(self._name)
+        if model is None or mine is None:
+            raise PlanError("not in this node's configuration" if model is None else "this node has no rank in it",
+                            where=f"model {plan.model}", hint="put the same shardbox.toml on every box")  # fmt: skip
+        if sum(rank.window for rank in plan.ranks) != plan.layers or plan.leader != proposer:
+            raise PlanError("the proposed plan contradicts itself", where=f"model {plan.model}")
+        held = self.runs.get(plan.model)
+        if held and held.lease.proposer == proposer and held.lease.generation != generation:
+            await self.release(plan.model, held.lease.generation, orderly=False)
+            held = None
+        lease = grant(held.lease if held else None, model=plan.model, proposer=proposer, generation=generation,
+                      now=time.monotonic())  # fmt: skip
+        if held and held.lease.generation == generation:
+            held.lease = lease
+            return
+        if held:  # its lease ran out but it has not been reaped yet
+            await self.release(plan.model, held.lease.generation, orderly=False)
+        role = "leader" if mine.rank == 0 else "worker"
+        copy = self._check_own(plan, role, expect)
+        node = self._config.node(self._name)
+        wiring = wire_rank(plan, mine.rank, ports=node.ports, engine=node.engine, model=model,
+                           path=copy.path or os.path.join(self._config.folder, model.path))  # fmt: skip
+        self.runs[plan.model] = RankRun(lease=lease, plan=plan, rank=mine.rank, wiring=wiring)
+
+    def _check_own(self, plan: ModelPlan, role: str, expect: Mapping[str, str]) -> ModelFacts:
+        facts = self._facts()
+        copy = facts.model(plan.model)
+        if self._config.engine.kind == "rehearsal":
+            return copy
+        binary = facts.binary(role)
+        if binary.problem:
+            raise EngineError(binary.problem, where=f"{self._name}: {role} binary", hint=binary.hint)
+        if expect.get("commit") and binary.commit and binary.commit != expect["commit"]:
+            raise EngineError(f"built from commit {binary.commit}, the leader's from {expect['commit']}",
+                              where=f"{self._name}: {binary.path}",
+                              hint="engines of one ring must be one build: copy the same binaries to every box")  # fmt: skip
+        if copy.problem or not copy.root:
+            raise GgufError(copy.problem or "still being read", where=f"{self._name}: {copy.path or plan.model}",
+                            hint=copy.hint)  # fmt: skip
+        if expect.get("root") and copy.root != expect["root"]:
+            raise GgufError(f"has other bytes than the leader's copy ({copy.root[:8]}, not {expect['root'][:8]})",
+                            where=f"{self._name}: {copy.path}", hint="copy the file again, from the leader")  # fmt: skip
+        return copy
+
+    def renew(self, model: str, generation: str, proposer: str) -> RankRun:
+        """Extend the lease. Raises PlanError when it is not the caller's."""
+        run = self.get(model, generation)
+        run.lease = grant(
+            run.lease, model=model, proposer=proposer, generation=generation, now=time.monotonic()
+        )
+        return run
+
+    async def launch(self, model: str, generation: str) -> None:
+        """Start the engine and open its wires as the far ranks come up. Raises ShardboxError."""
+        run = self.get(model, generation)
+        if run.phase != "prepared":
+            return
+        run.phase = "starting"
+        await self._start_engine(run)
+        assert run.engine is not None
+        threading.Thread(target=self._wait_exit, args=(run, asyncio.get_running_loop()), daemon=True,
+                         name=f"exit-{run.engine.pid}").start()  # fmt: skip
+        create = asyncio.get_running_loop().create_task
+        run.tasks.append(create(self._watch_bound(run)))
+        for node in sorted({route.node for route in run.wiring.routes}):
+            run.tasks.append(create(self._open_wires(run, node)))
+
+    async def _start_engine(self, run: RankRun) -> None:
+        loop = asyncio.get_running_loop()
+        node = self._config.node(self._name)
+        problem = self._facts().isolation
+        isolate = node.engine.isolate != "never" and not problem
+        if node.engine.isolate == "always" and problem:
+            raise EngineError(f"engines must be closed in, but cannot be: {problem}", where=self._name,
+                              hint='mend that, or set isolate = "auto"')  # fmt: skip
+        run.isolation_problem = problem if node.engine.isolate == "auto" else ""
+        if not isolate:
+            await loop.run_in_executor(self._pool, check_ports_free, run.wiring)
+        argv, env = self._command(run)
+        work = os.path.join(self._folder, "work")
+        os.makedirs(work, exist_ok=True)
+        run.engine = await loop.run_in_executor(
+            self._pool, functools.partial(self._spawner.spawn, argv=argv, env=env, cwd=work, isolate=isolate)
+        )
+        run.log = CappedLog(self.log_path(run.plan.model), run.engine.output)
+        self._record()
+        if run.rank == 0:
+            engine, port = run.engine, run.wiring.http_port
+            run.session = aiohttp.ClientSession(
+                connector=DialConnector(lambda host: engine.connect(port, 5.0), self._pool),
+                timeout=aiohttp.ClientTimeout(total=None),
+            )
+
+    def log_path(self, model: str) -> str:
+        """Where this node keeps the engine's output for a model."""
+        return os.path.join(self._folder, "logs", f"{urllib.parse.quote(model, safe='')}.log")
+
+    def _command(self, run: RankRun) -> tuple[list[str], dict[str, str]]:
+        node, extra = self._config.node(self._name), {}
+        if self._config.engine.kind == "rehearsal":
+            shape = run.plan.shape
+            extra["SHARDBOX_REHEARSE"] = json.dumps({"layers": shape.layers, "width": shape.width,
+                                                     "vocab": shape.vocab, "name": run.plan.model})  # fmt: skip
+            argv = [*self_command(), "rehearse", ENGINE_NAMES[run.wiring.role]]
+        else:
+            argv = [self._facts().binary(run.wiring.role).path]
+        lib = os.path.join(self._config.folder, node.engine.lib) if node.engine.lib else ""
+        engine = dataclasses.replace(node.engine, lib=lib)
+        return [*argv, *run.wiring.args], engine_environment(os.environ, engine, extra)
+
+    def _wait_exit(self, run: RankRun, loop: asyncio.AbstractEventLoop) -> None:
+        assert run.engine is not None
+        code = run.engine.wait_exit()
+        with contextlib.suppress(RuntimeError):  # the loop is closed: the node is ending
+            loop.call_soon_threadsafe(self._on_exit, run, code)
+
+    def _on_exit(self, run: RankRun, code: int) -> None:
+        run.exit_code = code
+        run.exited.set()
+        if run.phase == "stopping":
+            return
+        run.phase = "exited"
+        asyncio.get_running_loop().create_task(self._explain_exit(run, code))
+
+    async def _explain_exit(self, run: RankRun, code: int) -> None:
+        """Let the last output arrive, then say what happened."""
+        assert run.log is not None
+        await asyncio.get_running_loop().run_in_executor(self._pool, run.log.close)
+        tail = run.log.tail(40)
+        if code == 0 and any("No layer is assigned to me" in line for line in tail):
+            run.problem = "took no layers and left, as the engine's own scheduler told it"
+            return
+        run.problem = diagnose(code, tail)
+        text = f"rank {run.rank} ({self._name}) of {run.plan.model}: {run.problem}"
+        self.exits.appendleft(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {text}")
+        self._on_trouble(run, text)
+
+    async def _watch_bound(self, run: RankRun) -> None:
+        """Set `bound` once the engine listens on what others will dial."""
+        assert run.engine is not None
+        wanted = {run.wiring.data_port, run.wiring.signal_port} if run.plan.world > 1 else set()
+        while not run.exited.is_set():
+            ports = await asyncio.get_running_loop().run_in_executor(self._pool, run.engine.bound_ports)
+            if wanted <= ports:
+                run.phase = "bound" if run.phase == "starting" else run.phase
+                run.bound.set()
+                return
+            await asyncio.sleep(0.05)
+
+    async def _open_wires(self, run: RankRun, node: str) -> None:
+        """Once the far engine is bound: listen for ours on its ports. A listener before that would fool Prima."""
+        await self._bound_far(node, run.plan.model, run.lease.generation)
+        loop = asyncio.get_running_loop()
+        for route in run.wiring.routes:
+            if route.node == node and run.engine is not None and not run.exited.is_set():
+                listener = await loop.run_in_executor(self._pool, run.engine.listen, route.port)
+                stats = WireStats()
+                service = "/".join((route.kind, urllib.parse.quote(run.plan.model, safe=""), run.lease.generation,
+                                    str(run.rank), str(route.rank)))  # fmt: skip
+                wire = Wire(listener=listener, dial=functools.partial(self._dial, node, service), stats=stats,
+                            on_trouble=functools.partial(self._on_wire, loop, run, route))  # fmt: skip
+                run.wires.append((route, wire, stats))
+
+    def _on_wire(self, loop: asyncio.AbstractEventLoop, run: RankRun, route: Route, reason: str) -> None:
+        """In a wire's thread. Signal wires are idle until the end: never a fault."""
+        if route.kind == "data" and run.phase in ("starting", "bound"):
+            text = f"data wire from {self._name} to rank {route.rank} ({route.node}) broke: {reason}"
+            with contextlib.suppress(RuntimeError):
+                loop.call_soon_threadsafe(self._on_trouble, run, text)
+
+    def open_service(self, peer: str, service: str) -> tuple[socket.socket, WireStats]:
+        """The engine's side of a wire that `peer` dialled; in a mesh thread. Raises MeshError to refuse."""
+        kind, _, rest = service.partition("/")
+        parts = rest.split("/")
+        if kind not in ("data", "signal") or len(parts) != 4 or not (parts[2] + parts[3]).isdigit():
+            raise MeshError("no such service", kind="refused")
+        model, generation, source, target = (
+            urllib.parse.unquote(parts[0]),
+            parts[1],
+            int(parts[2]),
+            int(parts[3]),
+        )
+        run = self.runs.get(model)
+        if run is None or run.lease.generation != generation or run.engine is None or run.exited.is_set():
+            raise MeshError("no rank under this generation", kind="refused")
+        if target != run.rank or source >= run.plan.world or run.plan.ranks[source].node != peer:
+            raise MeshError("not a wire of this ring", kind="refused")
+        port = run.wiring.data_port if kind == "data" else run.wiring.signal_port
+        stats = run.inbound.setdefault(f"{kind}/{source}", WireStats())
+        return run.engine.connect(port, 5.0), stats
+
+    async def release(self, model: str, generation: str, *, orderly: bool) -> None:
+        """Stop this rank's engine and take its wires down; it is gone when this returns. Idempotent."""
+        run = self.runs.get(model)
+        if run is None or run.lease.generation != generation or run.phase == "stopping":
+            return
+        run.phase = "stopping"
+        for task in run.tasks:
+            task.cancel()
+        if run.engine is not None and not run.exited.is_set():
+            await self._end_engine(run, orderly)
+        await asyncio.get_running_loop().run_in_executor(self._pool, self._tear_down, run)
+        if run.session is not None:
+            await run.session.close()
+        if self.runs.get(model) is run:
+            del self.runs[model]
+        self._record()
+
+    async def _end_engine(self, run: RankRun, orderly: bool) -> None:
+        """The ladder of signals. In a whole ring only the leader is told: it passes STOP round."""
+        assert run.engine is not None
+        if orderly and run.session is not None:
+            await self._settle(run)
+        steps = [(signal.SIGTERM, TERM_S), (signal.SIGKILL, TERM_S)]
+        if orderly and run.plan.world > 1 and run.rank > 0:
+            steps.insert(0, (signal.Signals(0), RING_STOP_S))
+        for signum, wait_s in steps:
+            if signum:
+                run.engine.signal(signum)
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(run.exited.wait(), wait_s)
+                return
+
+    async def _settle(self, run: RankRun) -> None:
+        """Drop the requests of a leader and wait until its slots are free: told to end while tokens flow, Prima
+        aborts without passing STOP (measured, bdf9d8e7)."""
+        assert run.session is not None
+        await run.session.close()
+        assert run.engine is not None
+        engine, port = run.engine, run.wiring.http_port
+        async with aiohttp.ClientSession(connector=DialConnector(lambda host: engine.connect(port, 1.0), self._pool)) as session:
+            deadline = time.monotonic() + TERM_S
+            while time.monotonic() < deadline and not run.exited.is_set():
+                with contextlib.suppress(aiohttp.ClientError, OSError, ValueError, TimeoutError):
+                    async with asyncio.timeout(1.0), session.get("http://engine/slots") as reply:
+                        if not any(slot.get("state") for slot in await reply.json(content_type=None)):
+                            return
+                await asyncio.sleep(0.1)
+
+    def _tear_down(self, run: RankRun) -> None:
+        for _, wire, _ in run.wires:
+            wire.close()
+        if run.engine is not None:
+            run.engine.close()
+        if run.log is not None:
+            run.log.close()
+
+    async def reap(self) -> None:
+        """Stop what no proposer has asked about for LEASE_S."""
+        now = time.monotonic()
+        for model, run in list(self.runs.items()):
+            if run.lease.expires < now and run.phase != "stopping":
+                log.warning("model %s: nothing heard from %s for %.0f s: this rank stops", model,
+                            run.lease.proposer, LEASE_S)  # fmt: skip
+                await self.release(model, run.lease.generation, orderly=False)
+
+    async def close(self) -> None:
+        """Stop everything that runs here."""
+        await asyncio.gather(*(self.release(model, run.lease.generation, orderly=False)
+                               for model, run in list(self.runs.items())))  # fmt: skip
+
+    def view(self, run: RankRun) -> RankView:
+        """This rank for `status`, measured now."""
+        usage = (
+            run.engine.usage()
+            if run.engine and run.exit_code is None
+            else Usage(cpu_s=0.0, read_bytes=0, rss_bytes=0)
+        )
+        wires = [WireView(kind=route.kind, rank=route.rank, node=route.node, open=stats.connections,
+                          sent_bytes=stats.sent_bytes, received_bytes=stats.received_bytes)
+                 for route, _, stats in run.wires]  # fmt: skip
+        return RankView(
+            model=run.plan.model, generation=run.lease.generation, rank=run.rank, node=self._name, phase=run.phase,
+            layers=run.plan.ranks[run.rank].window, pid=run.engine.pid if run.engine else 0,
+            isolated=bool(run.engine and run.engine.isolated), isolation_problem=run.isolation_problem,
+            cpu_s=usage.cpu_s, read_bytes=usage.read_bytes, rss_bytes=usage.rss_bytes, exit_code=run.exit_code,
+            problem=run.problem, wires=tuple(wires),
+        )  # fmt: skip
+
+    def _record(self) -> None:
+        """Write down which engines run, so that the next `up` can stop what this one may leave."""
+        running = [{"pid": run.engine.pid, "identity": process_identity(run.engine.pid)}
+                   for run in self.runs.values() if run.engine and not run.exited.is_set()]  # fmt: skip
+        try:
+            write_atomic(os.path.join(self._folder, "engines.json"), json.dumps(running).encode())
+        except OSError as error:
+            log.warning("cannot record running engines: %s", error)
+
+
+ENGINE_NAMES = {"leader": "llama-server", "worker": "llama-cli"}
+
+
+class Rings:
+    """The rings that this node leads or would lead. Turns effects into calls, and what comes of them into events."""
+
+    def __init__(self, *, config: Config, name: str, host: RankHost, facts: Callable[[], NodeFacts],
+                 call: Callable[..., Awaitable[Any]], on_change: Callable[[Ring], None]) -> None:  # fmt: skip
+        now = time.monotonic()
+        self.rings = {
+            model.name: Ring(model=model.name, since=now, wanted=model.autostart,
+                             phase=Phase.WAITING if model.autostart else Phase.STOPPED,
+                             reason="starting" if model.autostart else "autostart is off")
+            for model in config.models
+        }  # fmt: skip
+        self.in_flight: dict[str, int] = {}
+        self.tokens_per_s: dict[str, float] = {}
+        self.answered_at: dict[str, float] = {}  # when the last byte of an answer came, by model
+        self.ranks: dict[str, dict[str, RankView]] = {}  # what the ranks of a ring said last, by model and node
+        self._config = config
+        self._name = name
+        self._host = host
+        self._facts = facts
+        self._call = call
+        self._on_change = on_change
+        self._tasks: dict[str, set[asyncio.Task[None]]] = {}
+
+    def post(self, model: str, event: Event) -> None:
+        """Take one event in; its effects run as tasks."""
+        ring = self.rings.get(model)
+        if ring is None:
+            return
+        after, effects = step(ring, event, time.monotonic())
+        self.rings[model] = after
+        if after.phase != ring.phase:
+            log.info("model %s: %s%s", model, after.phase, f" ({after.reason})" if after.reason else "")
+            self._on_change(after)
+        for effect in effects:
+            self._run(model, effect)
+
+    def _run(self, model: str, effect: Effect) -> None:
+        handler = {"prepare": self._prepare, "launch": self._launch, "probe": self._probe,
+                   "teardown": self._teardown}[effect.kind]  # fmt: skip
+        tasks = self._tasks.setdefault(model, set())
+        if effect.kind == "teardown":
+            for task in tasks:
+                task.cancel()
+        task = asyncio.get_running_loop().create_task(self._guard(model, effect, handler(model, effect)))
+        tasks.add(task)
+        task.add_done_callback(tasks.discard)
+
+    async def _guard(self, model: str, effect: Effect, work: Awaitable[None]) -> None:
+        """A failure that a person can mend, or a bug, breaks the ring; a bug also leaves a traceback in the log."""
+        try:
+            await work
+        except ShardboxError as error:
+            self.post(model, Event(kind="trouble", generation=effect.generation, reason=str(error).replace("\n", "; ")))
+        except Exception as error:
+            log.exception("model %s: bug in %s", model, effect.kind)
+            self.post(model, Event(kind="trouble", generation=effect.generation, reason=f"bug: {error!r}"))
+
+    async def _each(self, effect: Effect, action: Callable[[RankPlan], Awaitable[None]]) -> None:
+        """The action on every rank at once. Raises the first failure, after all have answered."""
+        results = await asyncio.gather(*(action(rank) for rank in effect.plan.ranks), return_exceptions=True)
+        for result in results:
+            if isinstance(result, BaseException):
+                raise result
+
+    async def _prepare(self, model: str, effect: Effect) -> None:
+        expect = {"root": "", "commit": ""}
+        if self._config.engine.kind != "rehearsal":
+            facts = self._facts()
+            expect = {"root": facts.model(model).root, "commit": facts.binary("leader").commit}
+
+        async def ask(rank: RankPlan) -> None:
+            if rank.node == self._name:
+                await self._host.prepare(effect.plan, effect.generation, self._name, expect)
+                return
+            body = {"plan": to_json(effect.plan), "generation": effect.generation, "expect": expect}
+            await self._call(rank.node, "POST", "/peer/prepare", body, PREPARE_TIMEOUT_S)
+
+        await self._each(effect, ask)
+        self.post(model, Event(kind="granted", generation=effect.generation))
+
+    async def _launch(self, model: str, effect: Effect) -> None:
+        body = {"model": model, "generation": effect.generation}
+
+        async def ask(rank: RankPlan) -> None:
+            if rank.node == self._name:
+                await self._host.launch(model, effect.generation)
+                return
+            await self._call(rank.node, "POST", "/peer/launch", body, PREPARE_TIMEOUT_S)
+
+        self._spawn_watch(model, effect)
+        await self._each(effect, ask)
+        run = self._host.get(model, effect.generation)
+        assert run.session is not None
+        while True:
+            with contextlib.suppress(aiohttp.ClientError, OSError, TimeoutError):
+                async with asyncio.timeout(5), run.session.get("http://engine/health") as reply:
+                    if reply.status == 200:
+                        break
+            await asyncio.sleep(0.1)
+        self.post(model, Event(kind="loaded", generation=effect.generation))
+
+    async def _probe(self, model: str, effect: Effect) -> None:
+        """One real token through every rank: only then is the ring ready."""
+        run = self._host.get(model, effect.generation)
+        settings = self._config.model(model)
+        assert run.session is not None and settings is not None
+        path, body = "/v1/chat/completions", {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 1}
+        if settings.embeddings:
+            path, body = "/v1/embeddings", {"input": "Hi"}
+        try:
+            async with run.session.post(f"http://engine{path}", json=body) as reply:
+                answer = await reply.json(content_type=None)
+        except (aiohttp.ClientError, OSError, ValueError) as error:
+            raise EngineError(f"no one-token answer: {error!r}", where=f"model {model}") from None
+        if reply.status != 200 or not (answer.get("choices") or answer.get("data")):
+            raise EngineError(f"the one-token answer was {str(answer)[:200]}", where=f"model {model}")
+        self.post(model, Event(kind="answered", generation=effect.generation))
+
+    async def _teardown(self, model: str, effect: Effect) -> None:
+        """Leader first (it passes STOP round a whole ring), the others at the same time wait for that or are killed."""
+        body = {"model": model, "generation": effect.generation, "orderly": effect.orderly}
+
+        async def ask(rank: RankPlan) -> None:
+            if rank.node == self._name:
+                await self._host.release(model, effect.generation, orderly=effect.orderly)
+                return
+            await self._call(rank.node, "POST", "/peer/release", body, RING_STOP_S + 3 * TERM_S)
+
+        results = await asyncio.gather(*(ask(rank) for rank in effect.plan.ranks), return_exceptions=True)
+        for rank, result in zip(effect.plan.ranks, results, strict=True):
+            if isinstance(result, ShardboxError):
+                log.info("model %s: could not tell %s to stop (%s); its lease runs out", model, rank.node, result.what)
+            elif isinstance(result, BaseException):
+                log.error("model %s: stopping rank %d", model, rank.rank, exc_info=result)
+        self.ranks.pop(model, None)
+        self.post(model, Event(kind="stopped", generation=effect.generation, jitter=random.random()))
+
+    def _spawn_watch(self, model: str, effect: Effect) -> None:
+        task = asyncio.get_running_loop().create_task(self._guard(model, effect, self._watch(model, effect)))
+        tasks = self._tasks.setdefault(model, set())
+        tasks.add(task)
+        task.add_done_callback(tasks.discard)
+
+    async def _watch(self, model: str, effect: Effect) -> None:
+        """Renew every lease, and see that every rank lives and, while a request runs, that something moves."""
+        views = self.ranks[model] = {}
+        silent_since: dict[str, float] = {}
+        moved_at, last_sign = time.monotonic(), ""
+        while True:
+            await asyncio.gather(*(self._look(rank, effect, views, silent_since) for rank in effect.plan.ranks))
+            now = time.monotonic()
+            sign = self._sign_of_life(model, views)
+            if sign != last_sign or not self.in_flight.get(model) or self.rings[model].phase != Phase.SERVING:
+                moved_at, last_sign = now, sign
+            if now - moved_at > STALL_S:
+                raise EngineError(f"stalled: a request is in flight, but nothing moved and no rank computed for {STALL_S:.0f} s")
+            await asyncio.sleep(WATCH_S)
+
+    def _sign_of_life(self, model: str, views: Mapping[str, RankView]) -> str:
+        """Changes when bytes move in the ring or answer, or a rank uses CPU (in steps that idling does not reach) or disk."""
+        moved = sum(wire.sent_bytes + wire.received_bytes for view in views.values() for wire in view.wires)
+        cpu = sum(int(view.cpu_s * 5) for view in views.values())
+        disk = sum(view.read_bytes for view in views.values())
+        return f"{moved}/{cpu}/{disk}/{self.answered_at.get(model, 0.0)}"
+
+    async def _look(self, rank: RankPlan, effect: Effect, views: dict[str, RankView],
+                    silent_since: dict[str, float]) -> None:  # fmt: skip
+        """One rank's view, renewing its lease. Raises ShardboxError when the rank is lost or has ended."""
+        now, model = time.monotonic(), effect.plan.model
+        try:
+            if rank.node == self._name:
+                view = self._host.view(self._host.renew(model, effect.generation, self._name))
+            else:
+                body = {"model": model, "generation": effect.generation}
+                view = from_json(RankView, await self._call(rank.node, "POST", "/peer/lease", body, CALL_TIMEOUT_S))
+        except MeshError as error:
+            since = silent_since.setdefault(rank.node, now)
+            if error.kind == "refused" or now - since > LOST_S:
+                raise EngineError(f"rank {rank.rank} ({rank.node}) is lost: {error.what}") from None
+            return
+        silent_since.pop(rank.node, None)
+        views[rank.node] = view
+        if view.phase == "exited" and view.exit_code != 0:
+            raise EngineError(f"rank {rank.rank} ({rank.node}): {view.problem or f'exit {view.exit_code}'}")
+
+    def lagging(self, model: str) -> str:
+        """Which ranks have not come up yet, for a deadline's message."""
+        ring, views = self.rings[model], self.ranks.get(model, {})
+        if ring.plan is None:
+            return ""
+        late = [f"rank {rank.rank} ({rank.node}) is {views[rank.node].phase if rank.node in views else 'silent'}"
+                for rank in ring.plan.ranks if rank.node not in views or views[rank.node].phase != "bound"]  # fmt: skip
+        return ", ".join(late) or "every engine runs, but the model is not loaded"
+
+    async def close(self) -> None:
+        """Stop every ring in order and wait for it."""
+        for model in self.rings:
+            self.post(model, Event(kind="unwant"))
+        deadline = time.monotonic() + RING_STOP_S + 3 * TERM_S
+        while time.monotonic() < deadline and any(r.phase == Phase.STOPPING for r in self.rings.values()):
+            await asyncio.sleep(0.05)
+        for tasks in self._tasks.values():
+            for task in tasks:
+                task.cancel()
+
+
+class Node:
+    """One `shardbox up`: everything that this box does, in one event loop and the mesh's threads."""
+
+    def __init__(self, *, config: Config, name: str, folder: str, secret: str, spawner: Spawner, demo: bool) -> None:
+        self.config = config
+        self.name = name
+        self.folder = folder
+        self.demo = demo
+        self.started = time.monotonic()
+        self.stop = asyncio.Event()
+        self.failure: ShardboxError | None = None
+        self.warnings: dict[str, str] = {}
+        self.desired: dict[str, tuple[int, str, bool]] = {}  # model -> (counter, node that said it, wanted)
+        self.pool = ThreadPoolExecutor(max_workers=64, thread_name_prefix="call")
+        self.mesh = Mesh(keys=mesh_keys(secret, config.cluster.name, name), open_service=self._open_service)
+        self.links = Links(self.mesh, self.pool)
+        self.surveyor = Surveyor(config, name, folder)
+        self.facts = self.surveyor.survey(own_bytes=0)
+        self.discovery = Discovery(cluster=config.cluster.name, node=name, machine=self.facts.machine,
+                                   port=config.node(name).ports.mesh, on_change=self._on_hints)  # fmt: skip
+        self.peers = Peers(name=name, links=self.links, hints=self._hints, hello=self._hello, on_state=self._on_state)
+        self.host = RankHost(config=config, name=name, folder=folder, spawner=spawner, pool=self.pool,
+                             facts=lambda: self.facts, dial=self._dial, bound_far=self._bound_far,
+                             on_trouble=self._on_trouble)  # fmt: skip
+        self.rings = Rings(config=config, name=name, host=self.host, facts=lambda: self.facts,
+                           call=self.peers.call, on_change=self._tell_news)
+        self.control: Any = None  # makes a protocol for a peer's connection; set by start_services()
+        self.callers: dict[int, str] = {}  # descriptor of a mesh connection's local end -> who is there
+        self._unanswered: dict[str, float] = {}
+        self._seen: set[str] = set()
+        self._telling: set[asyncio.Task[None]] = set()
+        self._newest_peer = self.started
+        self._plans: dict[str, ModelPlan | PlanError] = {}
+        self._plans_key = ""
+        self._loop: asyncio.AbstractEventLoop | None = None
+
+    # --- the mesh side -------------------------------------------------------------------------------
+
+    def _dial(self, node: str, service: str) -> SealedLink:
+        name, address, port = self.peers.target(node)
+        return self.mesh.dial(address, port, name, service, CALL_TIMEOUT_S)
+
+    def _open_service(self, peer: str, service: str) -> tuple[socket.socket, WireStats]:
+        """In a mesh thread: what a proven peer asked for."""
+        if service != "control":
+            return self.host.open_service(peer, service)
+        assert self._loop is not None
+        far, near = socket.socketpair()
+        future = asyncio.run_coroutine_threadsafe(self._adopt(near, peer), self._loop)
+        try:
+            future.result(CALL_TIMEOUT_S)
+        except BaseException:
+            far.close()
+            raise
+        return far, WireStats()
+
+    async def _adopt(self, sock: socket.socket, peer: str) -> None:
+        sock.setblocking(False)
+        self.callers[sock.fileno()] = peer
+        await asyncio.get_running_loop().connect_accepted_socket(self.control, sock)
+
+    async def _bound_far(self, node: str, model: str, generation: str) -> None:
+        """Return once the far rank's engine listens; keeps asking until cancelled."""
+        query = urllib.parse.urlencode({"model": model, "generation": generation})
+        while True:
+            try:
+                reply = await self.peers.call(node, "GET", f"/peer/bound?{query}", None, 15.0)
+                if reply.get("bound"):
+                    return
+            except ShardboxError:
+                await asyncio.sleep(0.2)
+
+    # --- peers ---------------------------------------------------------------------------------------
+
+    def _hints(self) -> Iterator[Hint]:
+        """Static addresses, and adverts that name our cluster and protocol."""
+        for node in self.config.nodes:
+            if node.address and node.name != self.name:
+                yield Hint(node=node.name, address=node.address, port=node.ports.mesh, source="static")
+        own = {address.address for address in self.facts.addresses}
+        for hint in list(self.discovery.hints.values()):
+            mine = hint.node == self.name and hint.address in own and hint.port == self.facts.mesh_port
+            if hint.cluster == self.config.cluster.name and hint.protocol == PROTOCOL and not mine:
+                yield hint
+
+    def _on_hints(self) -> None:
+        self.peers.refresh()
+
+    def _hello(self) -> dict[str, str]:
+        return {"machine": self.facts.machine, "uptime": f"{time.monotonic() - self.started:.3f}"}
+
+    def check_twin(self, caller: str, machine: str, uptime_s: float) -> None:
+        """Two boxes with one name: the younger one ends. Raises PlanError towards it."""
+        if caller != self.name or machine == self.facts.machine:
+            return
+        if uptime_s <= time.monotonic() - self.started:
+            raise UsageError(f"another box (machine {self.facts.machine[:8]}) already is node {self.name}",
+                             hint="give this one another name: --node NAME, SHARDBOX_NODE or its hostname")  # fmt: skip
+        self._fail_as_twin(machine)
+
+    def _fail_as_twin(self, machine: str) -> None:
+        self.fail(UsageError(f"another box (machine {machine[:8]}) already is node {self.name}",
+                             hint="give this one another name: --node NAME, SHARDBOX_NODE or its hostname"))  # fmt: skip
+
+    def fail(self, error: ShardboxError) -> None:
+        """End this node with an error for its operator."""
+        self.failure = self.failure or error
+        self.stop.set()
+
+    def _on_state(self, peer: Peer, state: dict[str, Any]) -> None:
+        assert peer.facts is not None
+        if peer.name == self.name and peer.facts.machine != self.facts.machine:
+            if float(state.get("uptime", 0.0)) > time.monotonic() - self.started:
+                self._fail_as_twin(peer.facts.machine)
+            return
+        if peer.name not in self._seen:
+            self._seen.add(peer.name)
+            self._newest_peer = time.monotonic()
+            log.info("found %s at %s (%s, %.1f ms)", peer.name, peer.target[1] if peer.target else "?", peer.source,
+                     peer.rtt_ms)  # fmt: skip
+        for model, value in (state.get("desired") or {}).items():
+            if isinstance(value, list) and len(value) == 3:
+                self.want(model, bool(value[2]), counter=int(value[0]), node=str(value[1]))
+
+    def want(self, model: str, wanted: bool, *, counter: int = 0, node: str = "") -> None:
+        """Start or stop a model: the operator here (no counter), or what a peer passes on. The newest word wins."""
+        known = self.desired.get(model, (0, "", True))
+        said = (counter, node, wanted) if counter else (known[0] + 1, self.name, wanted)
+        if said[:2] <= known[:2]:
+            return
+        self.desired[model] = said
+        self.rings.post(model, Event(kind="want" if wanted else "unwant"))
+
+    def _tell_news(self, ring: Ring) -> None:
+        """A ring changed its phase: the others should not learn it only at their next question."""
+        for peer in self.peers.live():
+            task = asyncio.get_running_loop().create_task(self._tell(peer.name))
+            self._telling.add(task)
+            task.add_done_callback(self._telling.discard)
+
+    async def _tell(self, name: str) -> None:
+        with contextlib.suppress(ShardboxError):  # it asks by itself within POLL_S
+            await self.peers.call(name, "POST", "/peer/news")
+
+    # --- rings ---------------------------------------------------------------------------------------
+
+    def all_facts(self) -> list[NodeFacts]:
+        """This node's facts and those of every live peer."""
+        others = [peer.facts for peer in self.peers.live() if peer.facts and peer.name != self.name]
+        return [self.facts, *others]
+
+    def plans(self) -> dict[str, ModelPlan | PlanError]:
+        """Today's plans from live facts; rings that run keep what they have. Cached while nothing changes."""
+        placed = {name: ring.plan for name, ring in self.rings.rings.items() if ring.plan and ring.phase in Phase.ACTIVE}
+        facts = self.all_facts()
+        key = digest([[to_json(node) for node in facts], sorted(placed)])
+        if key != self._plans_key:
+            self._plans_key, self._plans = key, plan_all(self.config, facts, placed)
+        return self._plans
+
+    def led_elsewhere(self, model: str) -> ModelView | None:
+        """The ring that a live peer leads for this model."""
+        for peer in self.peers.live():
+            for view in peer.models:
+                if view.model == model and view.leader == peer.name and view.phase in (*Phase.ACTIVE, Phase.STOPPING):
+                    return view
+        return None
+
+    def leader_of(self, model: str) -> str:
+        """The other node to ask for this model: what its rank's lease says, or what a peer says; "" where none."""
+        held = self.host.runs.get(model)
+        if held and held.lease.proposer != self.name:
+            return held.lease.proposer
+        view = self.led_elsewhere(model)
+        return view.leader if view else ""
+
+    def tick_rings(self) -> None:
+        """Let time pass for every ring, and propose where this node leads."""
+        now = time.monotonic()
+        for name, ring in self.rings.rings.items():
+            self.rings.post(name, Event(kind="tick", reason=self.rings.lagging(name)))
+            if ring.phase == Phase.WAITING and ring.wanted:
+                plan, reason = self._candidate(name, now)
+                self.rings.post(name, Event(kind="plan", plan=plan, reason=reason, token=secrets.token_hex(8)))
+
+    def _candidate(self, model: str, now: float) -> tuple[ModelPlan | None, str]:
+        """The plan that this node should propose now, or what it waits for."""
+        elsewhere = self.led_elsewhere(model)
+        if elsewhere:
+            return None, f"{elsewhere.leader} leads it"
+        held = self.host.runs.get(model)
+        if held and held.lease.proposer != self.name:
+            return None, f"this node's rank belongs to {held.lease.proposer}"
+        waiting = self._forming_wait(model, now)
+        if waiting:
+            return None, waiting
+        plan = self.plans()[model]
+        if isinstance(plan, PlanError):
+            return None, plan.what
+        if self.config.engine.kind != "rehearsal":
+            facts = {node.name: node for node in self.all_facts()}
+            for rank in plan.ranks:
+                copy = facts[rank.node].model(model)
+                if not copy.root:
+                    return None, f"{rank.node} is reading the model ({100 * copy.hashed_bytes // max(1, copy.size_bytes)} %)"
+        if plan.leader != self.name:
+            return None, f"{plan.leader} is to lead it"
+        return plan, ""
+
+    def _forming_wait(self, model: str, now: float) -> str:
+        """What the first forming still waits for: declared nodes, or a moment without new ones."""
+        settings = self.config.model(model)
+        assert settings is not None
+        live = {self.name, *(peer.name for peer in self.peers.live())}
+        declared = [node.name for node in self.config.nodes if not settings.nodes or node.name in settings.nodes]
+        missing = [name for name in declared if name not in live]
+        left = self.config.cluster.form_wait_s - (now - self.started)
+        if missing and left > 0:
+            return f"waiting for {', '.join(missing)} ({left:.0f} s more)"
+        if not declared and now - self._newest_peer < SETTLE_S:
+            return "looking for other nodes"
+        return ""
+
+    def _on_trouble(self, run: RankRun, text: str) -> None:
+        """A rank here is broken: tell the ring's proposer, which may be this node."""
+        log.warning("%s", text)
+        model, generation = run.plan.model, run.lease.generation
+        if run.lease.proposer == self.name:
+            self.rings.post(model, Event(kind="trouble", generation=generation, reason=text))
+            return
+        body = {"model": model, "generation": generation, "reason": text}
+        task = asyncio.get_running_loop().create_task(self._report(run.lease.proposer, body))
+        run.tasks.append(task)
+
+    async def _report(self, proposer: str, body: dict[str, str]) -> None:
+        try:
+            await self.peers.call(proposer, "POST", "/peer/trouble", body)
+        except ShardboxError as error:  # it will see it at its next look, or lose our lease
+            log.info("could not tell %s: %s", proposer, error.what)
+
+    # --- what others see -----------------------------------------------------------------------------
+
+    def model_view(self, name: str) -> ModelView:
+        """One model as this node knows it, without asking anybody."""
+        ring, now = self.rings.rings[name], time.monotonic()
+        views = self.rings.ranks.get(name, {}) if ring.phase in Phase.ACTIVE else {}
+        if ring.phase == Phase.SERVING or not ring.wanted:
+            self._unanswered.pop(name, None)
+        since = self._unanswered.setdefault(name, now) if ring.wanted and ring.phase != Phase.SERVING else now
+        patience = self.config.cluster.form_wait_s + LOAD_BASE_S / 4
+        waiting = ring.phase in (Phase.WAITING, Phase.BACKOFF) and now - since > patience
+        plan = ring.plan
+        return ModelView(
+            model=name, phase=ring.phase, reason=ring.reason, generation=ring.generation,
+            leader=plan.leader if plan else "", world=plan.world if plan else 0,
+            alive=sum(view.exit_code is None and view.pid > 0 or view.exit_code == 0 for view in views.values()),
+            seconds=now - ring.since, overdue=waiting or ring.phase == Phase.FAILED, restarts=len(ring.restarts),
+            in_flight=self.rings.in_flight.get(name, 0), tokens_per_s=self.rings.tokens_per_s.get(name, 0.0),
+            windows=tuple(rank.window for rank in plan.ranks) if plan else (),
+            nodes=tuple(rank.node for rank in plan.ranks) if plan else (),
+            ranks=tuple(views[rank.node] for rank in plan.ranks if rank.node in views) if plan else (),
+            last_trouble=ring.last_trouble, plan_reason=plan.reason if plan else "",
+        )  # fmt: skip
+
+    def best_view(self, name: str) -> ModelView:
+        """One model as its leader tells it, else as this node knows it."""
+        own = self.model_view(name)
+        if own.phase in (*Phase.ACTIVE, Phase.STOPPING, Phase.STOPPED):
+            return own
+        others = [view for peer in self.peers.live() for view in peer.models if view.model == name and peer.name != self.name]
+        order = (Phase.SERVING, Phase.PROBING, Phase.LOADING, Phase.PREPARING, Phase.STOPPING, Phase.FAILED, Phase.BACKOFF)
+        for phase in order:
+            for view in others:
+                if view.phase == phase:
+                    return view
+        return own
+
+    def peer_views(self) -> list[PeerView]:
+        """Every node that this one knows of, with what is wrong with it."""
+        now, me = time.monotonic(), self.facts
+        own = PeerView(name=self.name, state="self", source="self", version=VERSION, config_hash=self.config.hash,
+                       address=", ".join(a.address for a in me.addresses), gpus=len(me.gpus), cores=me.cores,
+                       memory_bytes=me.memory.available_bytes,
+                       detail="; ".join(a.note for a in me.addresses if a.note))  # fmt: skip
+        views, live = [own], {peer.name for peer in self.peers.live()}
+        for peer in self.peers.known.values():
+            if peer.name != self.name:
+                views.append(self._peer_view(peer, peer.name in live, now))
+            elif peer.twin or peer.facts:
+                views.append(PeerView(name=peer.name, state="refused", detail="another box with this node's name"))
+        for hint in self.discovery.hints.values():
+            if hint.cluster != self.config.cluster.name:
+                views.append(PeerView(name=hint.node, state="foreign", address=hint.address, source="mdns",
+                                      version=hint.version, detail=f"belongs to cluster {hint.cluster!r}"))  # fmt: skip
+            elif hint.protocol != PROTOCOL:
+                views.append(PeerView(name=hint.node, state="refused", address=hint.address, source="mdns",
+                                      version=hint.version,
+                                      detail=f"speaks protocol {hint.protocol}, this box {PROTOCOL}"))  # fmt: skip
+        named = {view.name for view in views}
+        views += [PeerView(name=node.name, state="missing", detail="in [[nodes]], never seen")
+                  for node in self.config.nodes if node.name not in named]  # fmt: skip
+        return sorted(views, key=lambda view: (view.state != "self", view.name))
+
+    def _peer_view(self, peer: Peer, live: bool, now: float) -> PeerView:
+        facts, declared = peer.facts, any(node.name == peer.name for node in self.config.nodes)
+        state = "live" if live else "lost" if facts else "unreachable"
+        if not live and not declared and facts is not None:
+            state = "gone"  # nobody declared it: not a fault
+        hint = next(iter(peer.hints.values()), None)
+        detail = peer.twin or ("" if live else peer.problem)
+        if live and facts and facts.config_hash != self.config.hash:
+            detail = detail or "its shardbox.toml differs from this one"
+        return PeerView(
+            name=peer.name, state=state, address=peer.target[1] if peer.target else hint.address if hint else "",
+            source=peer.source or (hint.source if hint else ""), detail=detail, rtt_ms=peer.rtt_ms if live else 0.0,
+            silent_s=now - peer.last_seen if peer.last_seen else 0.0, version=facts.version if facts else "",
+            config_hash=facts.config_hash if facts else "", cores=facts.cores if facts else 0,
+            memory_bytes=facts.memory.available_bytes if facts else 0, gpus=len(facts.gpus) if facts else 0,
+        )  # fmt: skip
+
+    def snapshot(self) -> Snapshot:
+        """Everything that `status` shows."""
+        peers = self.peer_views()
+        models = tuple(self.best_view(model.name) for model in self.config.models)
+        warnings = list(self.warnings.values())
+        differing = [view.name for view in peers if view.config_hash and view.config_hash != self.config.hash]
+        if differing:
+            warnings.append(f"shardbox.toml differs on {', '.join(differing)}")
+        opened = sorted({f"{rank.node}: {rank.isolation_problem}" for view in models for rank in view.ranks
+                         if rank.isolation_problem})  # fmt: skip
+        warnings += [f"the engine's ports are open on {text}" for text in opened]
+        api = f"http://{self.config.api.bind}:{self.config.node(self.name).ports.api}/v1"
+        return Snapshot(
+            cluster=self.config.cluster.name, node=self.name, version=VERSION, engine_kind=self.config.engine.kind,
+            demo=self.demo, seconds_up=time.monotonic() - self.started, api=api, peers=tuple(peers), models=models,
+            warnings=tuple(warnings), exits=tuple(self.host.exits), refusals=dict(self.mesh.refusals),
+        )  # fmt: skip
+
+    # --- running -------------------------------------------------------------------------------------
+
+    def bind_addresses(self) -> list[str]:
+        """Where the mesh port listens: everywhere, or only on the interfaces that the TOML allows."""
+        return [a.address for a in self.facts.addresses] if self.config.cluster.interfaces else ["0.0.0.0"]
+
+    async def run(self) -> None:
+        """Serve until `stop` is set; raises ShardboxError when this node cannot start or go on."""
+        self._loop = asyncio.get_running_loop()
+        port = self.config.node(self.name).ports.mesh
+        for address in self.bind_addresses():
+            try:
+                self.mesh.listen(address, port)
+            except OSError as error:
+                raise UsageError(f"cannot listen on {address}:{port}: {error.strerror}", where="ports.mesh",
+                                 hint=port_owner_hint(port)) from None  # fmt: skip
+        services = await start_services(self)
+        self.peers.refresh()
+        background = [asyncio.create_task(loop()) for loop in (self._tick_loop, self._survey_loop, self._announce_loop)]
+        for task in background:
+            task.add_done_callback(self._on_background_end)
+        try:
+            await self.stop.wait()
+        finally:
+            for task in background:
+                task.cancel()
+            await self._shut_down(services)
+        if self.failure:
+            raise self.failure
+
+    def _on_background_end(self, task: asyncio.Task[None]) -> None:
+        if not task.cancelled() and task.exception():
+            log.error("bug in a background task", exc_info=task.exception())
+            self.fail(ShardboxError(f"bug: {task.exception()!r}", hint="the log has the traceback"))
+
+    async def _shut_down(self, services: list[Callable[[], Awaitable[None]]]) -> None:
+        log.info("stopping")
+        await self.rings.close()
+        await self.host.close()
+        await self.discovery.close()
+        await self.peers.close()
+        for stop_service in services:
+            await stop_service()
+        await self.links.close()
+        await asyncio.get_running_loop().run_in_executor(self.pool, self.mesh.close)
+        self.surveyor.close()
+        self.pool.shutdown(wait=False, cancel_futures=True)
+
+    async def _tick_loop(self) -> None:
+        while True:
+            self.peers.refresh()
+            self.tick_rings()
+            await self.host.reap()
+            await asyncio.sleep(0.5)
+
+    async def _survey_loop(self) -> None:
+        while True:
+            own = sum(self.host.view(run).rss_bytes for run in self.host.runs.values())
+            self.facts = await asyncio.get_running_loop().run_in_executor(
+                self.pool, functools.partial(self.surveyor.survey, own_bytes=own)
+            )
+            await asyncio.sleep(2.0)
+
+    async def _announce_loop(self) -> None:
+        """Keep the adverts true: again when addresses change, or after multicast failed."""
+        while self.config.cluster.discovery == "mdns":
+            await self.discovery.announce(tuple(address.address for address in self.facts.addresses))
+            self.warnings.pop("mdns", None)
+            if self.discovery.problem:
+                self.warnings["mdns"] = f"{self.discovery.problem}; only nodes with an `address` are found"
+            await asyncio.sleep(5.0)
+        if self.config.cluster.discovery != "mdns":
+            await asyncio.Event().wait()
+
+
+# ======================================================================================================
+# 13. Control and endpoint: what the owner, other nodes, and OpenAI clients may ask
+# ======================================================================================================
+
+MAX_BODY_BYTES = 32 * MIB  # of a client's request
+MAX_MESSAGE_BYTES = 8 * MIB  # of a control message
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+
+async def start_services(node: Node) -> list[Callable[[], Awaitable[None]]]:
+    """Open the owner's control socket, the peers' service, the endpoint and the status socket; returns what
+    closes each of them. Raises ShardboxError where a port or path cannot be had."""
+    closers: list[Callable[[], Awaitable[None]]] = []
+    peers = web.AppRunner(peer_app(node), access_log=None, handler_cancellation=True, shutdown_timeout=1.0)
+    await peers.setup()
+    assert peers.server is not None
+    node.control = peers.server
+    closers.append(peers.cleanup)
+    owner = web.AppRunner(owner_app(node), access_log=None, handler_cancellation=True, shutdown_timeout=1.0)
+    await owner.setup()
+    closers.append(owner.cleanup)
+    with short_socket_path(control_path(node.folder)) as path:
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(path)
+        mask = os.umask(0o177)
+        try:
+            await web.UnixSite(owner, path).start()
+        finally:
+            os.umask(mask)
+    endpoint = web.AppRunner(endpoint_app(node), access_log=None, handler_cancellation=True, shutdown_timeout=1.0)
+    await endpoint.setup()
+    closers.append(endpoint.cleanup)
+    bind, port = node.config.api.bind, node.config.node(node.name).ports.api
+    try:
+        await web.TCPSite(endpoint, bind, port).start()
+    except OSError as error:
+        raise UsageError(f"cannot listen on {bind}:{port}: {error.strerror}", where="ports.api",
+                         hint=port_owner_hint(port)) from None  # fmt: skip
+    closers.append(await start_status_service(node))
+    return closers
+
+
+def error_body(error: BaseException) -> dict[str, Any]:
+    """What a caller over control is told about a failure."""
+    if isinstance(error, ShardboxError):
+        return {"error": {"what": str(ShardboxError(error.what, where=error.where)), "hint": error.hint}}
+    return {"error": {"what": f"bug: {error!r}", "hint": "that node's log has the traceback"}}
+
+
+@web.middleware
+async def control_errors(request: web.Request, handler: Handler) -> web.StreamResponse:
+    """ShardboxError becomes 409 with its words; a bug becomes 500 and a traceback in the log."""
+    try:
+        return await handler(request)
+    except ShardboxError as error:
+        return web.json_response(error_body(error), status=409)
+    except (web.HTTPException, asyncio.CancelledError, ConnectionError):
+        raise
+    except Exception as error:
+        log.exception("bug in %s %s", request.method, request.path)
+        return web.json_response(error_body(error), status=500)
+
+
+async def message(request: web.Request, *fields: str) -> dict[str, Any]:
+    """The JSON object of a request, with these string fields. Raises MessageError."""
+    try:
+        data = json.loads(await request.read() or b"{}")
+    except ValueError:
+        raise MessageError("not JSON", where=request.path) from None
+    if not isinstance(data, dict):
+        raise MessageError("expected an object", where=request.path)
+    for field in fields:
+        if not isinstance(data.get(field), str):
+            raise MessageError("expected a string", where=f"{request.path}: {field}")
+    return data
+
+
+def peer_app(node: Node) -> web.Application:
+    """The service for other nodes; only a proven member reaches it, and its name is known."""
+    host, app = node.host, web.Application(client_max_size=MAX_BODY_BYTES, middlewares=[control_errors])
+
+    def caller(request: web.Request) -> str:
+        assert request.transport is not None
+        return node.callers.get(request.transport.get_extra_info("socket").fileno(), "")
+
+    async def state(request: web.Request) -> web.StreamResponse:
+        query = request.query
+        node.check_twin(caller(request), query.get("machine", ""), float(query.get("uptime") or 0))
+        facts = to_json(node.facts)
+        known = digest(facts)
+        views = [view for view in (node.model_view(model.name) for model in node.config.models)]
+        return web.json_response({
+            "facts": None if query.get("have") == known else facts, "digest": known,
+            "uptime": time.monotonic() - node.started, "wall": time.time(), "desired": node.desired,
+            "models": to_json(views), "ranks": [to_json(host.view(run)) for run in host.runs.values()],
+        })  # fmt: skip
+
+    async def prepare(request: web.Request) -> web.StreamResponse:
+        data = await message(request, "generation")
+        plan = from_json(ModelPlan, data.get("plan"), "plan")
+        expect = from_json(_Expect, data.get("expect") or {}, "expect")
+        await host.prepare(plan, data["generation"], caller(request), to_json(expect))
+        return web.json_response({})
+
+    async def launch(request: web.Request) -> web.StreamResponse:
+        data = await message(request, "model", "generation")
+        host.renew(data["model"], data["generation"], caller(request))
+        await host.launch(data["model"], data["generation"])
+        return web.json_response({})
+
+    async def lease(request: web.Request) -> web.StreamResponse:
+        data = await message(request, "model", "generation")
+        return web.json_response(to_json(host.view(host.renew(data["model"], data["generation"], caller(request)))))
+
+    async def release(request: web.Request) -> web.StreamResponse:
+        data = await message(request, "model", "generation")
+        run = host.runs.get(data["model"])
+        if run and run.lease.generation == data["generation"] and run.lease.proposer == caller(request):
+            await host.release(data["model"], data["generation"], orderly=bool(data.get("orderly")))
+        return web.json_response({})
+
+    async def bound(request: web.Request) -> web.StreamResponse:
+        run = host.get(request.query.get("model", ""), request.query.get("generation", ""))
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(run.bound.wait(), 10.0)
+        return web.json_response({"bound": run.bound.is_set() and not run.exited.is_set()})
+
+    async def trouble(request: web.Request) -> web.StreamResponse:
+        data = await message(request, "model", "generation", "reason")
+        ring = node.rings.rings.get(data["model"])
+        if ring and ring.plan and ring.plan.rank_of(caller(request)):
+            event = Event(kind="trouble", generation=data["generation"] or "-", reason=printable(data["reason"])[:1000])
+            node.rings.post(data["model"], event)
+        return web.json_response({})
+
+    async def news(request: web.Request) -> web.StreamResponse:
+        node.peers.ask_now(caller(request))
+        return web.json_response({})
+
+    async def down(request: web.Request) -> web.StreamResponse:
+        log.info("%s asks this node to end (down --all)", caller(request))
+        node.stop.set()
+        return web.json_response({})
+
+    async def pairs(request: web.Request) -> web.StreamResponse:
+        return web.json_response(to_json(await reach_all(node, caller(request))))
+
+    async def logs(request: web.Request) -> web.StreamResponse:
+        return web.json_response(read_logs(node, request.query.get("model", ""), int(request.query.get("lines", "100"))))
+
+    async def api(request: web.Request) -> web.StreamResponse:
+        return await answer_here(node, request, "/" + request.match_info["path"])
+
+    app.add_routes([
+        web.get("/peer/state", state), web.post("/peer/prepare", prepare), web.post("/peer/launch", launch),
+        web.post("/peer/lease", lease), web.post("/peer/release", release), web.get("/peer/bound", bound),
+        web.post("/peer/trouble", trouble), web.post("/peer/down", down), web.get("/peer/pairs", pairs),
+        web.get("/peer/logs", logs), web.post("/peer/news", news), web.post("/peer/api/{path:.+}", api),
+    ])  # fmt: skip
+    return app
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Expect:
+    root: str = ""
+    commit: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reach:
+    """What one node found when it dialled another."""
+
+    source: str
+    target: str
+    address: str
+    rtt_ms: float = 0.0
+    problem: str = ""
+    hint: str = ""
+
+
+async def reach_all(node: Node, asked_by: str) -> list[Reach]:
+    """Dial every known and declared node from here, afresh: address, port, secret and name are all tried."""
+    targets = {peer.name: list(peer.hints.values()) for peer in node.peers.known.values() if peer.name != node.name}
+    for entry in node.config.nodes:
+        if entry.name != node.name:
+            targets.setdefault(entry.name, [])
+
+    async def reach(name: str, hints: list[Hint]) -> Reach:
+        if not hints:
+            return Reach(source=node.name, target=name, address="-", problem="not discovered",
+                         hint="is it up? give its `address` in [[nodes]] where multicast is blocked")  # fmt: skip
+        best = Reach(source=node.name, target=name, address="-")
+        for hint in hints:
+            started = time.monotonic()
+            try:
+                link = await asyncio.get_running_loop().run_in_executor(
+                    node.pool, node.mesh.dial, hint.address, hint.port, name, "control", CALL_TIMEOUT_S
+                )
+            except MeshError as error:
+                best = Reach(source=node.name, target=name, address=f"{hint.address}:{hint.port}",
+                             problem=error.what, hint=error.hint or mesh_hint(error.kind, hint.port))  # fmt: skip
+                continue
+            link.close()
+            return Reach(source=node.name, target=name, address=f"{hint.address}:{hint.port}",
+                         rtt_ms=(time.monotonic() - started) * 1000)  # fmt: skip
+        return best
+
+    return list(await asyncio.gather(*(reach(name, hints) for name, hints in sorted(targets.items()))))
+
+
+def mesh_hint(kind: str, port: int) -> str:
+    """What to do about a dial that failed."""
+    return {
+        "unreachable": f"is shardbox up there? open TCP port {port} in its firewall",
+        "wrong_secret": "put the same cluster secret on both boxes",
+        "wrong_name": "another node answers at this address: correct [[nodes]]",
+        "protocol": "install the same shardbox on both boxes",
+    }.get(kind, "see that node's log")
+
+
+def read_logs(node: Node, model: str, lines: int) -> dict[str, str]:
+    """The last lines of this node's engine logs, by file name. Raises UsageError for a model that is not configured."""
+    settings = node.config.model(model) if model else None
+    if model and settings is None:
+        raise UsageError(f"no model {model!r}", hint="there are: " + ", ".join(m.name for m in node.config.models))
+    result = {}
+    for entry in [settings] if settings else node.config.models:
+        path = node.host.log_path(entry.name)
+        try:
+            with open(path, "rb") as file:
+                file.seek(max(0, os.fstat(file.fileno()).st_size - 400 * max(1, min(lines, 10000))))
+                text = file.read().decode("utf-8", "replace")
+        except FileNotFoundError:
+            continue
+        tail = text.splitlines()[-max(1, min(lines, 10000)) :]
+        result[f"{node.name}/{os.path.basename(path)}"] = "\n".join(
+            "".join(char if char.isprintable() or char == "\t" else "?" for char in line) for line in tail
+        )
+    return result
+
+
+def owner_app(node: Node) -> web.Application:
+    """The control socket's service: for whoever owns this node, on this box."""
+    app = web.Application(client_max_size=MAX_MESSAGE_BYTES, middlewares=[control_errors])
+
+    async def down(request: web.Request) -> web.StreamResponse:
+        told: dict[str, str] = {}
+        if request.query.get("all"):
+            for peer in node.peers.live():
+                try:
+                    await node.peers.call(peer.name, "POST", "/peer/down")
+                    told[peer.name] = "stopping"
+                except ShardboxError as error:
+                    told[peer.name] = error.what
+        node.stop.set()
+        return web.json_response({"told": told})
+
+    async def want(request: web.Request) -> web.StreamResponse:
+        data = await message(request, "model")
+        model = node.config.model(data["model"])
+        if model is None:
+            raise UsageError(f"no model {data['model']!r}",
+                             hint="there are: " + (", ".join(m.name for m in node.config.models) or "none"))  # fmt: skip
+        node.want(model.name, bool(data.get("wanted")))
+        return web.json_response({"model": model.name})
+
+    async def snapshot(request: web.Request) -> web.StreamResponse:
+        return web.json_response(to_json(node.snapshot()))
+
+    async def facts(request: web.Request) -> web.StreamResponse:
+        return web.json_response({"facts": to_json(node.all_facts())})
+
+    async def logs(request: web.Request) -> web.StreamResponse:
+        target, model = request.query.get("node", ""), request.query.get("model", "")
+        lines = request.query.get("lines", "100")
+        names = [target] if target else [node.name, *(peer.name for peer in node.peers.live())]
+        result: dict[str, str] = {}
+        for name in names:
+            if name == node.name:
+                result.update(read_logs(node, model, int(lines)))
+                continue
+            query = urllib.parse.urlencode({"model": model, "lines": lines})
+            result.update(await node.peers.call(name, "GET", f"/peer/logs?{query}"))
+        return web.json_response(result)
+
+    async def check(request: web.Request) -> web.StreamResponse:
+        reaches = await reach_all(node, node.name)
+        for peer in node.peers.live():
+            try:
+                reply = await node.peers.call(peer.name, "GET", "/peer/pairs", None, 4 * CALL_TIMEOUT_S)
+                reaches += [from_json(Reach, item, "pairs") for item in reply]
+            except ShardboxError as error:
+                reaches.append(Reach(source=peer.name, target="-", address="-", problem=error.what, hint=error.hint))
+        skew = {peer.name: peer.wall_skew_s for peer in node.peers.live()}
+        return web.json_response({"pairs": to_json(reaches), "clock_skew_s": skew, "hash": node.config.hash,
+                                  "facts": to_json(node.all_facts()), "discovery": node.discovery.problem})  # fmt: skip
+
+    app.add_routes([
+        web.post("/down", down), web.post("/want", want), web.get("/snapshot", snapshot), web.get("/facts", facts),
+        web.get("/logs", logs), web.get("/check", check),
+    ])  # fmt: skip
+    return app
+
+
+# --- the status socket: anybody on this box may read it, nobody can say anything -------------------------
+
+
+def status_address(cluster: str, node: str) -> str:
+    """Where `status` asks: depends on cluster and node alone. Linux: an abstract socket, else a path."""
+    name = f"shardbox/{cluster}/{node}"
+    return f"\0{name}" if sys.platform == "linux" else f"/tmp/{name.replace('/', '-')}.status"
+
+
+async def start_status_service(node: Node) -> Callable[[], Awaitable[None]]:
+    """Serve the snapshot as JSON to whoever connects; the connection is then closed."""
+    address = status_address(node.config.cluster.name, node.name)
+    if not address.startswith("\0"):
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(address)
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        try:
+            writer.write(json.dumps(to_json(node.snapshot())).encode())
+            async with asyncio.timeout(5):
+                await writer.drain()
+        except (ConnectionError, TimeoutError):
+            log.debug("a status client went away")
+        finally:
+            writer.close()
+
+    sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        sock.bind(address)
+    except OSError as error:
+        sock.close()
+        raise UsageError(f"another process serves the status of node {node.name}: {error.strerror}",
+                         hint="is a second shardbox up on this box? `shardbox down` ends it") from None  # fmt: skip
+    if not address.startswith("\0"):
+        os.chmod(address, 0o666)
+    server = await asyncio.start_unix_server(serve, sock=sock)
+
+    async def close() -> None:
+        server.close()
+        if not address.startswith("\0"):
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(address)
+
+    return close
+
+
+# --- the OpenAI endpoint ----------------------------------------------------------------------------------
+
+
+def api_error(status: int, text: str, kind: str = "invalid_request_error", code: str | None = None,
+              headers: Mapping[str, str] | None = None) -> web.Response:  # fmt: skip
+    """An error in OpenAI's shape."""
+    body = {"error": {"message": text, "type": kind, "param": None, "code": code}}
+    return web.json_response(body, status=status, headers=headers)
+
+
+def endpoint_app(node: Node) -> web.Application:
+    """The OpenAI endpoint of this node: requests go to whichever node leads the model."""
+    keys = read_api_keys(node.config)
+
+    @web.middleware
+    async def guard(request: web.Request, handler: Handler) -> web.StreamResponse:
+        if keys and request.path != "/health":
+            given = request.headers.get("Authorization", "").removeprefix("Bearer ").strip().encode()
+            if not any([hmac.compare_digest(given, key) for key in keys]):
+                return api_error(401, "wrong or missing API key", code="invalid_api_key")
+        try:
+            return await handler(request)
+        except web.HTTPNotFound:
+            return api_error(404, f"no such path: {request.path}", code="not_found")
+        except web.HTTPMethodNotAllowed as error:
+            return api_error(405, f"{request.path} takes {', '.join(sorted(error.allowed_methods))}")
+        except web.HTTPRequestEntityTooLarge:
+            return api_error(413, f"the request is larger than {format_size(MAX_BODY_BYTES)}")
+        except (web.HTTPException, asyncio.CancelledError, ConnectionError):
+            raise
+        except Exception:
+            log.exception("bug in %s %s", request.method, request.path)
+            return api_error(500, "a bug in shardbox: its log has the traceback", kind="server_error")
+
+    async def models(request: web.Request) -> web.StreamResponse:
+        data = [{"id": model.name, "object": "model", "created": 0, "owned_by": node.config.cluster.name,
+                 "aliases": list(model.aliases), "status": node.best_view(model.name).phase}
+                for model in node.config.models]  # fmt: skip
+        return web.json_response({"object": "list", "data": data})
+
+    async def health(request: web.Request) -> web.StreamResponse:
+        views = [node.best_view(model.name) for model in node.config.models]
+        good = all(view.phase in (Phase.SERVING, Phase.STOPPED) for view in views)
+        body = {"status": "ok" if good else "loading", "models": {view.model: view.phase for view in views}}
+        return web.json_response(body, status=200 if good else 503, headers=None if good else {"Retry-After": "5"})
+
+    async def generate(request: web.Request) -> web.StreamResponse:
+        return await answer_anywhere(node, request, request.path)
+
+    app = web.Application(client_max_size=MAX_BODY_BYTES, middlewares=[guard])
+    app.add_routes([
+        web.get("/v1/models", models), web.get("/health", health), web.post("/v1/chat/completions", generate),
+        web.post("/v1/completions", generate), web.post("/v1/embeddings", generate),
+    ])  # fmt: skip
+    return app
+
+
+def read_api_keys(config: Config) -> list[bytes]:
+    """The keys of [api] keys_file. Raises UsageError where it cannot be read or holds none."""
+    if not config.api.keys_file:
+        return []
+    path = os.path.join(config.folder, config.api.keys_file)
+    try:
+        with open(path, "rb") as file:
+            keys = [line.strip() for line in file.read().splitlines() if line.strip() and not line.startswith(b"#")]
+    except OSError as error:
+        raise UsageError(f"cannot be read: {error.strerror}", where=f"api.keys_file: {path}") from None
+    if not keys:
+        raise UsageError("holds no key", where=f"api.keys_file: {path}", hint="one key a line")
+    return keys
+
+
+def request_model(node: Node, body: dict[str, Any]) -> ModelConfig | web.Response:
+    """The model that a request names, or the error that says which there are."""
+    name = body.get("model")
+    if name is None and len(node.config.models) == 1:
+        return node.config.models[0]
+    model = node.config.model(name) if isinstance(name, str) else None
+    if model is None:
+        names = ", ".join(other.name for other in node.config.models) or "none"
+        return api_error(404, f"the model {name!r} does not exist; there are: {names}", code="model_not_found")
+    return model
+
+
+async def read_request(node: Node, request: web.Request) -> tuple[ModelConfig, dict[str, Any]] | web.Response:
+    """The model and JSON object of a client's request, or the error for it."""
+    try:
+        body = json.loads(await request.read())
+    except (ValueError, RecursionError):
+        return api_error(400, "the request is not JSON")
+    if not isinstance(body, dict):
+        return api_error(400, "the request is not a JSON object")
+    model = request_model(node, body)
+    if isinstance(model, web.Response):
+        return model
+    embed = request.path.endswith("/embeddings")
+    if embed and not model.embeddings:
+        return api_error(501, f"{model.name} serves completions: set embeddings = true for a model that embeds",
+                         code="not_implemented")  # fmt: skip
+    if not embed and model.embeddings:
+        return api_error(501, f"{model.name} serves embeddings only", code="not_implemented")
+    return model, body
+
+
+def not_ready(view: ModelView) -> web.Response:
+    """503 while a model does not answer: the phase, why, and when to ask again."""
+    text = f"{view.model} is {view.phase}" + (f": {view.reason}" if view.reason else "")
+    return api_error(503, text, kind="server_error", code="model_not_ready", headers={"Retry-After": "5"})
+
+
+async def answer_anywhere(node: Node, request: web.Request, path: str) -> web.StreamResponse:
+    """Answer a client's request: here if this node leads the model, else through the mesh."""
+    parsed = await read_request(node, request)
+    if isinstance(parsed, web.Response):
+        return parsed
+    model, body = parsed
+    if node.rings.rings[model.name].phase == Phase.SERVING:
+        return await answer_model(node, request, path, model, body)
+    leader = node.leader_of(model.name)
+    if not leader:
+        return not_ready(node.best_view(model.name))
+    try:
+        url = node.links.url(node.peers.target(leader), f"/peer/api{path}")
+        reply = await node.links.session.post(url, json={**body, "model": model.name})
+    except (aiohttp.ClientError, OSError, MeshError) as error:
+        return api_error(503, f"the leader {leader} cannot be reached: {error}", kind="server_error",
+                         code="model_not_ready", headers={"Retry-After": "5"})  # fmt: skip
+    async with reply:
+        headers = {key: reply.headers[key] for key in ("Content-Type", "Retry-After") if key in reply.headers}
+        response = web.StreamResponse(status=reply.status, headers=headers)
+        return await pass_on(request, response, reply.content.iter_any(), model.name)
+
+
+async def answer_here(node: Node, request: web.Request, path: str) -> web.StreamResponse:
+    """A request that another node's endpoint passed to this one, the leader."""
+    parsed = await read_request(node, request)
+    if isinstance(parsed, web.Response):
+        return parsed
+    if node.rings.rings[parsed[0].name].phase != Phase.SERVING:
+        return not_ready(node.best_view(parsed[0].name))
+    return await answer_model(node, request, path, *parsed)
+
+
+async def pass_on(request: web.Request, response: web.StreamResponse, chunks: AsyncIterator[bytes],
+                  model: str) -> web.StreamResponse:  # fmt: skip
+    """Send chunks as they come. A source that breaks ends the stream with an error event, never silently."""
+    await response.prepare(request)
+    try:
+        async for chunk in chunks:
+            await response.write(chunk)
+    except (aiohttp.ClientError, EngineError) as error:
+        text = f"the answer of {model} broke off: {error or type(error).__name__}"
+        if response.content_type != "text/event-stream":
+            assert request.transport is not None
+            request.transport.abort()  # a cut body must not look whole
+            return response
+        await response.write(error_event(text))
+    await response.write_eof()
+    return response
+
+
+def error_event(text: str) -> bytes:
+    """The last event of a stream that could not be finished."""
+    body = {"error": {"message": text, "type": "server_error", "param": None, "code": "ring_lost"}}
+    return b"data: " + json.dumps(body).encode() + b"\n\ndata: [DONE]\n\n"
+
+
+async def answer_model(node: Node, request: web.Request, path: str, model: ModelConfig,
+                       body: dict[str, Any]) -> web.StreamResponse:  # fmt: skip
+    """Ask the engine on this node. It always streams to us, so that an answer nobody waits for can be dropped."""
+    run = node.host.runs.get(model.name)
+    if run is None or run.session is None:
+        return not_ready(node.best_view(model.name))
+    if model.embeddings:
+        return await answer_embeddings(run.session, body)
+    try:
+        asked = engine_request(path, model, body)
+    except UsageError as error:
+        return api_error(400, error.what)
+    node.rings.in_flight[model.name] = node.rings.in_flight.get(model.name, 0) + 1
+    try:
+        target = "/completion" if path == "/v1/completions" else path
+        async with run.session.post(f"http://engine{target}", json=asked) as reply:
+            events = engine_events(reply)
+            first = await anext(events, None)
+            if first is None or "error" in first:
+                return engine_refusal(reply.status, first)
+            answer = Answer(chat=path == "/v1/chat/completions", model=model.name, node=node)
+            if body.get("stream"):
+                response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
+                return await pass_on(request, response, answer.stream(first, events), model.name)
+            return web.json_response(await answer.whole(first, events))
+    except (aiohttp.ClientError, EngineError) as error:
+        return api_error(503, f"the ring of {model.name} broke while it answered: {error or type(error).__name__}",
+                         kind="server_error", code="ring_lost", headers={"Retry-After": "5"})  # fmt: skip
+    finally:
+        node.rings.in_flight[model.name] -= 1
+
+
+async def answer_embeddings(session: aiohttp.ClientSession, body: dict[str, Any]) -> web.StreamResponse:
+    """Embeddings have no stream: passed through as they are."""
+    async with session.post("http://engine/v1/embeddings", json=body) as reply:
+        return web.Response(body=await reply.read(), status=reply.status, content_type="application/json")
+
+
+def engine_request(path: str, model: ModelConfig, body: dict[str, Any]) -> dict[str, Any]:
+    """The request as Prima's server takes it. Raises UsageError for what it would ignore or get wrong."""
+    asked = {**body, "stream": True, "model": model.name}
+    if body.get("n", 1) != 1 or body.get("best_of", 1) not in (0, 1):
+        raise UsageError("one choice a request: n and best_of must be 1")
+    limits = [value for key in ("max_completion_tokens", "max_tokens", "n_predict")
+              if isinstance(value := body.get(key), int) and value >= 0]  # fmt: skip
+    limits += [model.max_output] if model.max_output else []
+    for key in ("max_completion_tokens", "max_tokens", "n_predict"):
+        asked.pop(key, None)
+    if limits:
+        asked["n_predict"] = min(limits)
+    if path == "/v1/completions":
+        prompt = body.get("prompt")
+        if isinstance(prompt, list) and len(prompt) == 1 and isinstance(prompt[0], str):
+            asked["prompt"] = prompt[0]
+        elif not isinstance(prompt, str) and not (isinstance(prompt, list) and prompt
+                                                  and all(isinstance(token, int) for token in prompt)):  # fmt: skip
+            raise UsageError("prompt must be one string, or one list of tokens")
+        if body.get("echo") or body.get("suffix"):
+            raise UsageError("echo and suffix are not supported")
+        if isinstance(body.get("stop"), str):
+            asked["stop"] = [body["stop"]]
+    elif not isinstance(body.get("messages"), list) or not body["messages"]:
+        raise UsageError("messages must be a list with at least one message")
+    return asked
+
+
+async def engine_events(reply: aiohttp.ClientResponse) -> AsyncIterator[dict[str, Any]]:
+    """The engine's server-sent events as JSON objects; an error, in whatever form, as {"error": {...}}.
+    Ends after the engine's [DONE] or its end of body."""
+    if reply.content_type != "text/event-stream":
+        data = json.loads(await reply.read() or b"{}")
+        yield data if "error" in data else {"error": {"message": str(data)[:500], "code": reply.status}}
+        return
+    buffer = b""
+    async for chunk in reply.content.iter_any():
+        buffer += chunk
+        *events, buffer = buffer.split(b"\n\n")
+        for event in events:
+            field, _, value = event.partition(b":")
+            if field.strip() == b"error":
+                yield {"error": json.loads(value)}
+            elif field.strip() == b"data" and value.strip() != b"[DONE]":
+                yield json.loads(value)
+
+
+def engine_refusal(status: int, event: dict[str, Any] | None) -> web.Response:
+    """The engine's error, before any token, as OpenAI's."""
+    error = (event or {}).get("error")
+    text = str(error.get("message") if isinstance(error, dict) else error or "the engine sent nothing")
+    code = error.get("code") if isinstance(error, dict) and isinstance(error.get("code"), int) else status
+    if "exceeds the available context size" in text:
+        return api_error(400, "the prompt is longer than the model's context", code="context_length_exceeded")
+    if not isinstance(code, int) or not 400 <= code < 600:
+        code = 500
+    return api_error(code, text, kind="invalid_request_error" if code < 500 else "server_error")
+
+
+class Answer:
+    """One answer on its way from the engine's events to OpenAI's, whole or streamed; measures its speed."""
+
+    def __init__(self, *, chat: bool, model: str, node: Node) -> None:
+        self._chat = chat
+        self._model = model
+        self._node = node
+        self._id = f"{'chatcmpl' if chat else 'cmpl'}-{secrets.token_hex(12)}"
+        self._created = int(time.time())
+        self._first_at = 0.0
+        self._tokens = 0
+
+    def _note(self) -> None:
+        now = time.monotonic()
+        self._first_at = self._first_at or now
+        self._tokens += 1
+        self._node.rings.answered_at[self._model] = now
+        if self._tokens > 4 and now > self._first_at:
+            self._node.rings.tokens_per_s[self._model] = (self._tokens - 1) / (now - self._first_at)
+
+    async def _openai(self, first: dict[str, Any], events: AsyncIterator[dict[str, Any]]) -> AsyncIterator[dict[str, Any]]:
+        """Every event in OpenAI's shape. Raises EngineError when the engine breaks off."""
+        finished, event = False, first
+        while True:
+            self._note()
+            if "error" in event:
+                raise EngineError(str(event["error"].get("message", event["error"])))
+            event = event if self._chat else self._text_event(event)
+            event.update(model=self._model, id=self._id, created=self._created)
+            finished = finished or any(choice.get("finish_reason") for choice in event.get("choices", []))
+            yield event
+            following = await anext(events, None)
+            if following is None:
+                break
+            event = following
+        if not finished:
+            raise EngineError("the engine's stream ended early")
+
+    def _text_event(self, event: dict[str, Any]) -> dict[str, Any]:
+        """Prima's own completion event (bdf9d8e7, examples/server) as OpenAI's text_completion."""
+        done = bool(event.get("stop"))
+        reason = ("length" if event.get("stopped_limit") else "stop") if done else None
+        result: dict[str, Any] = {"object": "text_completion", "choices": [
+            {"index": 0, "text": event.get("content", ""), "finish_reason": reason, "logprobs": None}]}  # fmt: skip
+        if done:
+            prompt, output = int(event.get("tokens_evaluated", 0)), int(event.get("tokens_predicted", 0))
+            result["usage"] = {"prompt_tokens": prompt, "completion_tokens": output, "total_tokens": prompt + output}
+        return result
+
+    async def stream(self, first: dict[str, Any], events: AsyncIterator[dict[str, Any]]) -> AsyncIterator[bytes]:
+        """Server-sent events, each as soon as it is there."""
+        async for event in self._openai(first, events):
+            yield b"data: " + json.dumps(event, ensure_ascii=False).encode() + b"\n\n"
+        yield b"data: [DONE]\n\n"
+
+    async def whole(self, first: dict[str, Any], events: AsyncIterator[dict[str, Any]]) -> dict[str, Any]:
+        """One object, as if it had not been streamed."""
+        text, reason, usage, extra = [], None, None, {}
+        async for event in self._openai(first, events):
+            usage = event.get("usage") or usage
+            extra.update({key: event[key] for key in ("timings",) if key in event})
+            for choice in event.get("choices", []):
+                text.append((choice.get("delta", {}).get("content") if self._chat else choice.get("text")) or "")
+                reason = choice.get("finish_reason") or reason
+        content = "".join(text)
+        choice = {"index": 0, "finish_reason": reason, "logprobs": None}
+        choice |= {"message": {"role": "assistant", "content": content}} if self._chat else {"text": content}
+        return {"id": self._id, "object": "chat.completion" if self._chat else "text_completion",
+                "created": self._created, "model": self._model, "choices": [choice], "usage": usage, **extra}  # fmt: skip
+
+
+# ======================================================================================================
+# 14. Status: Snapshot -> exit code, one line for a pager, and a table. Pure.
+# ======================================================================================================
+
+OK, WARNING, CRITICAL, UNKNOWN = 0, 1, 2, 3
+STATUS_WORDS = ("OK", "WARNING", "CRITICAL", "UNKNOWN")
+
+
+def judge_model(view: ModelView) -> tuple[int, str]:
+    """The code for one model and the words for it."""
+    ranks = f"{view.alive}/{view.world} ranks, leader {view.leader}" if view.world else ""
+    if view.phase == Phase.SERVING and view.alive == view.world:
+        speed = f", {view.tokens_per_s:.1f} tok/s" if view.tokens_per_s else ""
+        return (WARNING if view.restarts else OK), f"{view.model} {ranks}{speed}" + (
+            f", {view.restarts} restart{'s' * (view.restarts > 1)} in the last 15 min ({view.last_trouble})"
+            if view.restarts else "")  # fmt: skip
+    if view.phase == Phase.STOPPED:
+        return OK, f"{view.model} stopped by the operator"
+    reason = view.reason or view.last_trouble or "no reason known"
+    if view.phase == Phase.FAILED:
+        return CRITICAL, f"{view.model} failed: {reason}"
+    words = f"{view.model} {view.phase} for {format_duration(view.seconds)}: {reason}"
+    return (CRITICAL if view.overdue or view.phase == Phase.SERVING else WARNING), words
+
+
+def judge(snapshot: Snapshot) -> tuple[int, list[str]]:
+    """The worst code and one phrase for each model and warning, worst first."""
+    found = [judge_model(view) for view in snapshot.models] or [(OK, "no models configured")]
+    for peer in snapshot.peers:
+        if peer.state in ("missing", "lost", "unreachable"):
+            found.append(
+                (WARNING, f"node {peer.name} is {peer.state}" + (f": {peer.detail}" if peer.detail else ""))
+            )
+    found += [(WARNING, warning) for warning in snapshot.warnings]
+    if snapshot.engine_kind == "rehearsal" and not snapshot.demo:
+        found.append((WARNING, "rehearsal engines: no model is loaded"))
+    found.sort(key=lambda item: -item[0])
+    return found[0][0], [words for _, words in found]
+
+
+def status_line(snapshot: Snapshot) -> tuple[int, str]:
+    """Exit code and first line, after the monitoring-plugins convention: text | performance data."""
+    code, phrases = judge(snapshot)
+    ranks = sum(view.alive for view in snapshot.models)
+    speed = max((view.tokens_per_s for view in snapshot.models), default=0.0)
+    waiting = sum(view.in_flight for view in snapshot.models)
+    live = sum(peer.state in ("self", "live") for peer in snapshot.peers)
+    data = f"ranks={ranks} tok_s={speed:.1f} nodes={live} in_flight={waiting}"
+    text = "; ".join(phrases).replace("|", "/").replace("\n", " ")
+    return code, f"SHARDBOX {STATUS_WORDS[code]} - {text} | {data}"
+
+
+def table(header: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
+    """Columns padded with spaces; no trailing blanks."""
+    cells = [list(header), *[[str(cell) for cell in row] for row in rows]]
+    widths = [max(len(row[n]) for row in cells) for n in range(len(header))]
+    return "\n".join("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+                     for row in cells)  # fmt: skip
+
+
+def peers_table(peers: Sequence[PeerView]) -> str:
+    """One line a node, or stranger, that this node knows of."""
+    return table(
+        ("NODE", "STATE", "ADDRESS", "FOUND BY", "RTT", "MEMORY", "GPUS", "CORES", "VERSION", "NOTE"),
+        [
+            (peer.name, peer.state, peer.address or "-", peer.source or "-",
+             f"{peer.rtt_ms:.1f} ms" if peer.rtt_ms else "-",
+             format_size(peer.memory_bytes) if peer.memory_bytes else "-", peer.gpus, peer.cores or "-",
+             peer.version or "-", peer.detail or ("" if peer.state in ("self", "live") else "-"))
+            for peer in peers
+        ],
+    )  # fmt: skip
+
+
+def ranks_table(view: ModelView) -> str:
+    """One line a rank: where it runs, what it holds, and what its wires moved."""
+    return table(
+        ("  RANK", "NODE", "STATE", "LAYERS", "PID", "MEMORY", "CLOSED IN", "SENT", "RECEIVED", "NOTE"),
+        [
+            (f"  {rank.rank}", rank.node, rank.phase, rank.layers, rank.pid or "-",
+             format_size(rank.rss_bytes) if rank.rss_bytes else "-", "yes" if rank.isolated else "no",
+             format_size(sum(wire.sent_bytes for wire in rank.wires)),
+             format_size(sum(wire.received_bytes for wire in rank.wires)),
+             rank.problem or (f"exit {rank.exit_code}" if rank.exit_code is not None else ""))
+            for rank in view.ranks
+        ],
+    )  # fmt: skip
+
+
+def status_text(snapshot: Snapshot, verbose: bool = True) -> str:
+    """The whole answer of `status`: the line, then models, ranks, nodes and last exits."""
+    lines = [status_line(snapshot)[1]]
+    if not verbose:
+        return lines[0]
+    lines.append(f"node {snapshot.node} of cluster {snapshot.cluster}, shardbox {snapshot.version}, "
+                 f"up {format_duration(snapshot.seconds_up)}, endpoint {snapshot.api}")  # fmt: skip
+    for view in snapshot.models:
+        lines += ["", f"model {view.model}: {view.phase}" + (f", {view.reason}" if view.reason else "")]
+        if view.plan_reason:
+            lines.append(f"  {view.plan_reason}")
+        if view.ranks:
+            lines.append(ranks_table(view))
+    lines += ["", peers_table(snapshot.peers)]
+    if snapshot.exits:
+        lines += ["", "last exits, newest first:", *(f"  {text}" for text in snapshot.exits)]
+    if snapshot.refusals:
+        lines.append(
+            "refused connections: " + ", ".join(f"{k} {v}" for k, v in sorted(snapshot.refusals.items()))
+        )
+    return "\n".join(lines)
+
+
+def plan_text(plan: ModelPlan | PlanError, name: str) -> str:
+    """What `plan` prints for one model: the table with reasons, or why there is none."""
+    if isinstance(plan, PlanError):
+        return f"model {name}: no plan\n  {plan.what}" + (f"\n  hint: {plan.hint}" if plan.hint else "")
+    head = f"model {name}: {plan.layers} layers, context {plan.context}, " + (
+        f"a ring of {plan.world}" if plan.world > 1 else "one node"
+    )
+    body = table(
+        ("  RANK", "NODE", "LAYERS", "ON GPU", "WEIGHTS", "KV CACHE", "BUFFERS", "FREE AFTER", "WHY"),
+        [
+            (f"  {rank.rank}", rank.node, f"{rank.first_layer}-{rank.first_layer + rank.window - 1}", rank.gpu_layers,
+             format_size(rank.weights_bytes), format_size(rank.kv_bytes), format_size(rank.buffer_bytes),
+             format_size(rank.free_bytes), rank.why)
+            for rank in plan.ranks
+        ],
+    )  # fmt: skip
+    lines = [head, f"  {plan.reason}", body]
+    lines += [f"  without {node}: {why}" for node, why in sorted(plan.left_out.items())]
+    return "\n".join(lines)
+
+
+# ======================================================================================================
+# 15. Command line
+# ======================================================================================================
+
+CONFIG_NAME = "shardbox.toml"
+
+
+def config_places(environ: Mapping[str, str]) -> list[str]:
+    """Where a shardbox.toml is looked for, in order."""
+    program = sys.executable if getattr(sys, "frozen", False) else os.path.abspath(__file__)
+    places = [environ["SHARDBOX_CONFIG"]] if environ.get("SHARDBOX_CONFIG") else [
+        CONFIG_NAME, os.path.join(os.path.dirname(program), CONFIG_NAME), f"/etc/shardbox/{CONFIG_NAME}"]  # fmt: skip
+    return places
+
+
+def load_config(path: str | None) -> Config:
+    """Read and check the configuration. Raises ConfigError or UsageError."""
+    places = [path] if path else config_places(os.environ)
+    found = next((place for place in places if path or os.environ.get("SHARDBOX_CONFIG") or os.path.exists(place)), None)
+    if found is None:
+        raise UsageError("no configuration found", where=", ".join(places),
+                         hint="give it with --config FILE; config.example.toml shows what goes in")  # fmt: skip
+    try:
+        with open(found, "rb") as file:
+            data = file.read(MAX_CONFIG_BYTES + 1)
+    except OSError as error:
+        raise UsageError(f"cannot be read: {error.strerror}", where=found, hint="--config FILE names it") from None
+    return parse_config(data, file=found, folder=os.path.dirname(os.path.abspath(found)))
+
+
+def node_name(config: Config, given: str | None) -> str:
+    """This node's name: --node, SHARDBOX_NODE, or the hostname, short or full. Raises UsageError."""
+    said = given or os.environ.get("SHARDBOX_NODE")
+    declared = [node.name for node in config.nodes]
+    host = socket.gethostname().lower()
+    candidates = [said.lower()] if said else [host, host.split(".")[0]]
+    for name in candidates:
+        if name in declared:
+            return name
+        full = [node for node in declared if node.split(".")[0] == name and not said]
+        if len(full) == 1:
+            return full[0]
+    if declared:
+        raise UsageError(f"no node {candidates[0]!r} in [[nodes]]; there are: {', '.join(declared)}", where=config.file,
+                         hint="say which one this box is: --node NAME or SHARDBOX_NODE")  # fmt: skip
+    name = candidates[-1]
+    if not re.fullmatch(r"[a-z0-9][a-z0-9_.-]{0,62}", name):
+        raise UsageError(f"{name!r} cannot be a node's name", hint="letters, digits, '-', '_', '.': give --node NAME")
+    return name
+
+
+def read_secret(config: Config) -> str:
+    """The cluster secret. Raises UsageError that never shows it."""
+    if config.cluster.secret:
+        return config.cluster.secret
+    path = os.path.join(config.folder, config.cluster.secret_file)
+    try:
+        with open(path, encoding="utf-8") as file:
+            secret = file.read(4096).strip()
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "not a text file"
+        raise UsageError(f"cannot be read: {reason}", where=f"cluster.secret_file: {path}",
+                         hint=f"make one with `shardbox secret > {config.cluster.secret_file}`, "
+                              "and copy it to every box") from None  # fmt: skip
+    if len(secret) < SECRET_CHARACTERS:
+        raise UsageError(f"has fewer than {SECRET_CHARACTERS} characters", where=f"cluster.secret_file: {path}",
+                         hint="make a good one with `shardbox secret`")  # fmt: skip
+    return secret
+
+
+class UnixConnection(http.client.HTTPConnection):
+    """HTTP to the control socket of this box's node."""
+
+    def __init__(self, path: str, timeout: float) -> None:
+        super().__init__("shardbox", timeout=timeout)
+        self._path = path
+
+    def connect(self) -> None:
+        """Open the socket; OSError where nobody listens."""
+        self.sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self.sock.settimeout(self.timeout)
+        with short_socket_path(self._path) as path:
+            self.sock.connect(path)
+
+
+def ask_node(config: Config, name: str, method: str, path: str, body: Any = None, timeout_s: float = 60.0) -> Any:
+    """What this box's node answers to its owner. Raises ShardboxError, also when it is not running."""
+    connection = UnixConnection(control_path(state_folder(config.cluster.name, name)), timeout_s)
+    try:
+        connection.request(method, path, json.dumps(body) if body is not None else None)
+        reply = connection.getresponse()
+        data = json.loads(reply.read())
+    except (FileNotFoundError, ConnectionRefusedError):
+        raise NodeDown(f"node {name} is not running on this box", hint="start it with `shardbox up`") from None
+    except PermissionError:
+        raise UsageError("the control socket belongs to another user",
+                         hint="run this as the user who runs `shardbox up`") from None  # fmt: skip
+    except (OSError, ValueError, http.client.HTTPException) as error:
+        raise NodeDown(f"node {name} does not answer: {error}", hint="see its log") from None
+    finally:
+        connection.close()
+    if reply.status != 200:
+        said = data.get("error", {})
+        raise ShardboxError(str(said.get("what", f"answered {reply.status}")), hint=str(said.get("hint", "")))
+    return data
+
+
+class NodeDown(ShardboxError):
+    """The node on this box does not run or does not answer."""
+
+
+def read_status(config: Config, name: str, timeout_s: float) -> Snapshot:
+    """The snapshot of this box's node, as any user. Raises NodeDown, or UsageError for an impostor."""
+    deadline = time.monotonic() + timeout_s
+    chunks: list[bytes] = []
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as sock:
+        try:
+            sock.settimeout(timeout_s)
+            sock.connect(status_address(config.cluster.name, name))
+            check_status_owner(sock, config)
+            while True:
+                sock.settimeout(max(0.01, deadline - time.monotonic()))
+                chunk = sock.recv(1 << 16)
+                if not chunk:
+                    break
+                chunks.append(chunk)
+        except (FileNotFoundError, ConnectionRefusedError):
+            raise NodeDown(f"node {name} is not running on this box", hint="start it with `shardbox up`") from None
+        except TimeoutError:
+            raise NodeDown(f"node {name} accepts but says nothing within {timeout_s:g} s") from None
+        except OSError as error:
+            raise NodeDown(f"node {name} broke off: {error.strerror}") from None
+    try:
+        return from_json(Snapshot, json.loads(b"".join(chunks)), "status")
+    except ValueError:
+        raise NodeDown(f"node {name} broke off in the middle of its answer") from None
+
+
+def check_status_owner(sock: socket.socket, config: Config) -> None:
+    """Anybody can bind an abstract name: believe only root, ourselves, or the configuration's owner."""
+    if not hasattr(socket, "SO_PEERCRED"):
+        return
+    _, uid, _ = struct.unpack("3i", sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
+    if uid not in (0, os.geteuid(), os.stat(config.file).st_uid):
+        raise UsageError(f"user {uid} answers for this node, who owns neither it nor {config.file}",
+                         hint="run `status` as the user who runs `up`, or give that user the TOML")  # fmt: skip
+
+
+# --- commands: each returns its exit code ----------------------------------------------------------------
+
+
+def run_up(config: Config, name: str, *, demo: bool = False) -> int:
+    """The node in the foreground, until SIGTERM, Ctrl-C or `down`."""
+    secret = read_secret(config)
+    folder = state_folder(config.cluster.name, name)
+    os.makedirs(os.path.join(folder, "logs"), mode=0o700, exist_ok=True)
+    with one_node_only(folder, name):
+        stop_leftovers(folder)
+        spawner = Spawner.start()  # before any thread
+        sys.setswitchinterval(1e-4)  # the wires' threads must not wait for the event loop's (mesh measurements)
+        try:
+            asyncio.run(_run_node(config, name, folder, secret, spawner, demo))
+        finally:
+            spawner.close()
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(control_path(folder))
+    return 0
+
+
+async def _run_node(config: Config, name: str, folder: str, secret: str, spawner: Spawner, demo: bool) -> None:
+    node = Node(config=config, name=name, folder=folder, secret=secret, spawner=spawner, demo=demo)
+    loop = asyncio.get_running_loop()
+
+    def on_signal() -> None:
+        if node.stop.is_set():
+            log.warning("second signal: ending at once")
+            os._exit(1)  # the engines die with the spawner
+        node.stop.set()
+
+    for signum in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(signum, on_signal)
+    loop.add_signal_handler(signal.SIGHUP, lambda: log.warning("SIGHUP: restart to apply a changed TOML"))
+    api = f"http://{config.api.bind}:{config.node(name).ports.api}/v1"
+    log.info("node %s of cluster %s, endpoint %s", name, config.cluster.name, api)
+    if config.api.bind not in ("127.0.0.1", "localhost") and not config.api.keys_file:
+        node.warnings["keys"] = f"anybody who reaches {api} can use it: set [api] keys_file"
+        log.warning("%s", node.warnings["keys"])
+    if node.facts.isolation and config.node(name).engine.isolate == "auto" and sys.platform == "linux":
+        log.warning("engines cannot be closed in, their ports are open: %s", node.facts.isolation)
+    await node.run()
+
+
+@contextlib.contextmanager
+def one_node_only(folder: str, name: str) -> Iterator[None]:
+    """Hold the node's lock file. Raises UsageError when another `up` holds it."""
+    import fcntl
+
+    with open(os.path.join(folder, "lock"), "a+") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            file.seek(0)
+            raise ShardboxError(f"node {name} already runs on this box (pid {file.read().strip() or '?'})",
+                                hint="`shardbox down` ends it") from None  # fmt: skip
+        file.truncate(0)
+        file.write(str(os.getpid()))
+        file.flush()
+        yield
+
+
+def stop_leftovers(folder: str) -> None:
+    """Stop engines that an earlier run left behind, recognised by their recorded identity."""
+    try:
+        with open(os.path.join(folder, "engines.json"), "rb") as file:
+            entries = json.load(file)
+        for entry in entries:
+            if stop_leftover(int(entry["pid"]), str(entry["identity"])):
+                log.warning("stopped an engine left over from an earlier run (pid %s)", entry["pid"])
+    except FileNotFoundError:
+        return
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        log.warning("engines.json of an earlier run cannot be read: %r", error)
+
+
+def run_status(config_path: str | None, node: str | None, timeout_s: float, as_json: bool, brief: bool) -> int:
+    """`status`: exit code after the monitoring-plugins convention."""
+    try:
+        config = load_config(config_path)
+        name = node_name(config, node)
+        snapshot = read_status(config, name, timeout_s)
+        code, line = status_line(snapshot)
+        if as_json:
+            print(json.dumps({"code": code, "status": STATUS_WORDS[code], "line": line, **to_json(snapshot)}, indent=2))
+        else:
+            print(status_text(snapshot, verbose=not brief))
+        return code
+    except NodeDown as error:
+        return _status_failure(CRITICAL, error, as_json)
+    except ShardboxError as error:
+        return _status_failure(UNKNOWN, error, as_json)
+
+
+def _status_failure(code: int, error: ShardboxError, as_json: bool) -> int:
+    line = f"SHARDBOX {STATUS_WORDS[code]} - {str(error).splitlines()[0]}"
+    if as_json:
+        print(json.dumps({"code": code, "status": STATUS_WORDS[code], "line": line}))
+    else:
+        print("\n".join([line, *str(error).splitlines()[1:]]))
+    return code
+
+
+def run_plan(config: Config, name: str, facts_file: str | None, as_json: bool) -> int:
+    """`plan`: from live facts of the running cluster, this box alone, or a file."""
+    if facts_file:
+        facts = read_facts(facts_file)
+    else:
+        try:
+            reply = ask_node(config, name, "GET", "/facts")
+            facts = [from_json(NodeFacts, item, "facts") for item in reply["facts"]]
+        except NodeDown:
+            print(f"node {name} is not up: planning for this box alone", file=sys.stderr)
+            facts = [survey_once(config, name)]
+    plans = plan_all(config, facts)
+    if as_json:
+        body = {model: {"error": plan.what, "hint": plan.hint} if isinstance(plan, PlanError) else to_json(plan)
+                for model, plan in plans.items()}  # fmt: skip
+        print(json.dumps({"facts": to_json(facts), "plans": body}, indent=2))
+    else:
+        texts = [plan_text(plan, model) for model, plan in plans.items()]
+        print("\n\n".join(texts) or "no models configured")
+    return 1 if any(isinstance(plan, PlanError) for plan in plans.values()) else 0
+
+
+def survey_once(config: Config, name: str) -> NodeFacts:
+    """This box's facts, without a running node; model files are not hashed."""
+    folder = state_folder(config.cluster.name, name)
+    try:
+        os.makedirs(folder, mode=0o700, exist_ok=True)
+    except OSError as error:
+        raise UsageError(f"cannot be written: {error.strerror}", where=folder,
+                         hint="run as the user who runs `up`, or set SHARDBOX_STATE") from None  # fmt: skip
+    surveyor = Surveyor(config, name, folder)
+    try:
+        return surveyor.survey(own_bytes=0)
+    finally:
+        surveyor.close()
+
+
+def read_facts(path: str) -> list[NodeFacts]:
+    """Facts from a file: what `nodes --json` or `plan --json` prints. Raises UsageError or MessageError."""
+    try:
+        with open(path, "rb") as file:
+            data = json.load(file)
+    except OSError as error:
+        raise UsageError(f"cannot be read: {error.strerror}", where=path) from None
+    except ValueError:
+        raise UsageError("is not JSON", where=path, hint="`shardbox nodes --json` writes one") from None
+    items = data.get("facts") if isinstance(data, dict) else data
+    if not isinstance(items, list):
+        raise UsageError('has no list "facts"', where=path, hint="`shardbox nodes --json` writes one")
+    return [from_json(NodeFacts, item, f"{path}: facts[{n}]") for n, item in enumerate(items)]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Finding:
+    """One line of `check`: ok, warn or fail, and what to do."""
+
+    level: str
+    what: str
+    hint: str = ""
+
+
+def check_box(config: Config, facts: NodeFacts, running: bool) -> list[Finding]:
+    """This box alone: binaries, models, memory, ports, isolation, addresses."""
+    found = [Finding(level="ok", what=f"{config.file} is well-formed (hash {config.hash})")]
+    for binary in facts.binaries:
+        line = f"{binary.role} binary {binary.path or ENGINE_NAMES[binary.role]}: "
+        found.append(Finding(level="fail" if binary.problem else "ok", hint=binary.hint,
+                             what=line + (binary.problem or binary.version)))  # fmt: skip
+    if config.engine.kind == "rehearsal":
+        found.append(Finding(level="warn", what='engine kind is "rehearsal": no model will be loaded'))
+    for copy in facts.models:
+        model = config.model(copy.name)
+        stand_in = config.engine.kind == "rehearsal" and model is not None and model.rehearse is not None
+        what = copy.problem or f"{copy.path}, {format_size(copy.size_bytes)}"
+        level = "ok" if not copy.problem else "warn" if stand_in else "fail"
+        found.append(Finding(level=level, what=f"model {copy.name}: {what}", hint=copy.hint))
+    found.append(Finding(level="ok", what=f"memory: {format_size(facts.memory.available_bytes)} of "
+                         f"{format_size(facts.memory.total_bytes)} available ({facts.memory.source}); "
+                         f"{len(facts.gpus)} GPUs{f' ({facts.gpu_note})' if facts.gpu_note else ''}"))  # fmt: skip
+    found.append(Finding(level="warn" if facts.isolation else "ok",
+                         what=facts.isolation or "engines can be closed in: only the forwarder reaches their ports"))  # fmt: skip
+    _, left_out = local_addresses(config.cluster.interfaces)
+    shown = ", ".join(f"{a.address} ({a.interface}{', ' + a.note if a.note else ''})" for a in facts.addresses)
+    found.append(Finding(level="ok" if facts.addresses else "fail", what=f"addresses: {shown or 'none that may be used'}",
+                         hint="; ".join(left_out)))  # fmt: skip
+    if not running:
+        found += check_own_ports(config, facts)
+    return found
+
+
+def check_own_ports(config: Config, facts: NodeFacts) -> list[Finding]:
+    """Whether the ports that `up` will take are free."""
+    found = []
+    for key in ("mesh", "api"):
+        port = getattr(facts.ports, key)
+        with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as sock:
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            try:
+                sock.bind(("0.0.0.0" if key == "mesh" else config.api.bind, port))
+                found.append(Finding(level="ok", what=f"port {port} ({key}) is free"))
+            except OSError as error:
+                found.append(Finding(level="fail", what=f"port {port} ({key}): {error.strerror}",
+                                     hint=port_owner_hint(port)))  # fmt: skip
+    return found
+
+
+def check_pairs(config: Config, reply: dict[str, Any]) -> list[Finding]:
+    """Every pair of nodes in both directions, versions, configurations, model contents and clocks."""
+    found = []
+    for item in reply["pairs"]:
+        pair = from_json(Reach, item, "pairs")
+        line = f"{pair.source} -> {pair.target} at {pair.address}: "
+        good = f"reached, secret proved, {pair.rtt_ms:.1f} ms"
+        found.append(Finding(level="fail" if pair.problem else "ok", what=line + (pair.problem or good), hint=pair.hint))
+    facts = [from_json(NodeFacts, item, "facts") for item in reply["facts"]]
+    names = {node.name for node in facts}
+    found += [Finding(level="fail", what=f"{node.name}: in [[nodes]], but not there", hint="start shardbox there")
+              for node in config.nodes if node.name not in names]  # fmt: skip
+    for label, values in (
+        ("shardbox.toml", {node.name: node.config_hash for node in facts}),
+        ("shardbox version", {node.name: node.version for node in facts}),
+        *((f"content of {model.path}", {node.name: node.model(model.name).root for node in facts
+                                        if node.model(model.name).root}) for model in config.models),
+        *((f"{role} binary's build", {node.name: node.binary(role).commit for node in facts
+                                      if node.binary(role).commit}) for role in ENGINE_ROLES),
+    ):  # fmt: skip
+        if len(set(values.values())) > 1:
+            listing = ", ".join(f"{node} {value}" for node, value in sorted(values.items()))
+            found.append(Finding(level="fail", what=f"{label} differs: {listing}", hint="make them the same everywhere"))
+        elif len(values) > 1:
+            found.append(Finding(level="ok", what=f"{label}: the same on {', '.join(sorted(values))}"))
+    for name, skew in reply["clock_skew_s"].items():
+        found.append(Finding(level="ok", what=f"clock of {name}: {skew:+.1f} s (nothing depends on it)"))
+    if reply["discovery"]:
+        found.append(Finding(level="warn", what=reply["discovery"], hint="give each node an `address`"))
+    return found
+
+
+def run_check(config: Config, name: str, as_json: bool) -> int:
+    """`check`: 0 when nothing failed, 1 otherwise."""
+    read_secret(config)
+    try:
+        reply = ask_node(config, name, "GET", "/check")
+    except NodeDown:
+        reply = None
+    facts = ([from_json(NodeFacts, item, "facts") for item in reply["facts"]][0] if reply else survey_once(config, name))
+    found = check_box(config, facts, running=reply is not None)
+    if reply:
+        found += check_pairs(config, reply)
+    else:
+        found.append(Finding(level="warn", what=f"node {name} is not up: other boxes were not tried",
+                             hint="`shardbox up` here and there, then check again"))  # fmt: skip
+    failed = any(finding.level == "fail" for finding in found)
+    if as_json:
+        print(json.dumps({"ok": not failed, "findings": to_json(found)}, indent=2))
+    else:
+        for finding in found:
+            print(f"{finding.level:4}  {finding.what}")
+            if finding.hint and finding.level != "ok":
+                print(f"      hint: {finding.hint}")
+    return 1 if failed else 0
+
+
+def run_down(config: Config, name: str, everywhere: bool) -> int:
+    """`down`: ask the node to end and wait until it has."""
+    folder = state_folder(config.cluster.name, name)
+    try:
+        reply = ask_node(config, name, "POST", "/down?all=1" if everywhere else "/down")
+    except NodeDown as error:
+        if "not running" not in error.what:
+            raise
+        print(f"node {name} is not running")
+        return 0
+    for peer, answer in reply["told"].items():
+        print(f"{peer}: {answer}")
+    deadline = time.monotonic() + 30
+    while time.monotonic() < deadline:
+        try:
+            with one_node_only(folder, name):
+                print(f"{name}: down")
+                return 0
+        except ShardboxError:
+            time.sleep(0.1)
+    raise ShardboxError(f"node {name} is still ending after 30 s", hint="see its log")
+
+
+def build_cli() -> Any:
+    """The click command group; click is imported here, since `status` and `version` can do without."""
+    import click
+
+    def with_config(function: Callable[..., Any]) -> Callable[..., Any]:
+        function = click.option("--node", metavar="NAME", help="Which [[nodes]] entry this box is (default: hostname).")(function)
+        return click.option("--config", "config_path", metavar="FILE", help="The TOML (default: see README).")(function)
+
+    as_json = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+
+    @click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
+    def cli() -> None:
+        """Run a language model that is too big for any one of your machines, on all of them together."""
+
+    @cli.command(epilog="Example: shardbox up --config /etc/shardbox/shardbox.toml")
+    @with_config
+    @click.option("--detach", is_flag=True, help="Go on in the background; the log goes to the state folder.")
+    def up(config_path: str | None, node: str | None, detach: bool) -> int:
+        """Run this box's node until `down`, SIGTERM or Ctrl-C."""
+        config = load_config(config_path)
+        name = node_name(config, node)
+        return detach_up(config, name) if detach else run_up(config, name, demo=bool(os.environ.get("SHARDBOX_DEMO")))
+
+    @cli.command(epilog="Example: shardbox down --all")
+    @with_config
+    @click.option("--all", "everywhere", is_flag=True, help="On every box of the cluster.")
+    def down(config_path: str | None, node: str | None, everywhere: bool) -> int:
+        """End this box's node and the rings it is part of."""
+        config = load_config(config_path)
+        return run_down(config, node_name(config, node), everywhere)
+
+    @cli.command(epilog="Example: * * * * * shardbox status --brief || notify")
+    @with_config
+    @as_json
+    @click.option("--timeout", "timeout_s", default=10.0, metavar="SECONDS", help="Give up and say CRITICAL (default 10).")
+    @click.option("--brief", is_flag=True, help="Only the first line.")
+    def status(config_path: str | None, node: str | None, as_json: bool, timeout_s: float, brief: bool) -> int:
+        """How the cluster is: 0 OK, 1 WARNING, 2 CRITICAL, 3 UNKNOWN."""
+        return run_status(config_path, node, timeout_s, as_json, brief)
+
+    @cli.command(epilog="Example: shardbox plan --facts facts.json")
+    @with_config
+    @as_json
+    @click.option("--facts", "facts_file", metavar="FILE", help="Plan from this file instead of the live cluster.")
+    def plan(config_path: str | None, node: str | None, as_json: bool, facts_file: str | None) -> int:
+        """Which node would hold which layers, and why."""
+        config = load_config(config_path)
+        name = "" if facts_file else node_name(config, node)
+        return run_plan(config, name, facts_file, as_json)
+
+    @cli.command(epilog="Example: shardbox nodes")
+    @with_config
+    @as_json
+    def nodes(config_path: str | None, node: str | None, as_json: bool) -> int:
+        """Who was found, and what is wrong with those who do not take part."""
+        config = load_config(config_path)
+        name = node_name(config, node)
+        snapshot = from_json(Snapshot, ask_node(config, name, "GET", "/snapshot"), "snapshot")
+        if as_json:
+            facts = ask_node(config, name, "GET", "/facts")["facts"]
+            print(json.dumps({"nodes": to_json(snapshot.peers), "facts": facts}, indent=2))
+        else:
+            print(peers_table(snapshot.peers))
+        return 0
+
+    @cli.command(epilog="Example: shardbox logs beta --model qwq-32b -n 50")
+    @with_config
+    @click.argument("target", required=False, default="", metavar="[NODE]")
+    @click.option("--model", default="", metavar="NAME", help="Only this model's engines.")
+    @click.option("-n", "--lines", default=100, type=click.IntRange(1, 10000), help="Last lines of each log (default 100).")
+    def logs(config_path: str | None, node: str | None, target: str, model: str, lines: int) -> int:
+        """Engine logs of one node, or of all, from any box."""
+        config = load_config(config_path)
+        query = urllib.parse.urlencode({"node": target.lower(), "model": model, "lines": lines})
+        reply = ask_node(config, node_name(config, node), "GET", f"/logs?{query}")
+        for path, text in reply.items():
+            print(f"==> {path} <==\n{text}\n")
+        if not reply:
+            print("no engine has run yet")
+        return 0
+
+    def want(config_path: str | None, node: str | None, model: str, wanted: bool) -> int:
+        config = load_config(config_path)
+        reply = ask_node(config, node_name(config, node), "POST", "/want", {"model": model, "wanted": wanted})
+        print(f"{reply['model']}: {'starting' if wanted else 'stopping'}; `shardbox status` shows how far it is")
+        return 0
+
+    @cli.command(epilog="Example: shardbox start qwq-32b")
+    @with_config
+    @click.argument("model")
+    def start(config_path: str | None, node: str | None, model: str) -> int:
+        """Serve a model that was stopped, has failed, or does not start by itself."""
+        return want(config_path, node, model, True)
+
+    @cli.command(epilog="Example: shardbox stop qwq-32b")
+    @with_config
+    @click.argument("model")
+    def stop(config_path: str | None, node: str | None, model: str) -> int:
+        """Stop serving a model on the whole cluster; the nodes stay up."""
+        return want(config_path, node, model, False)
+
+    @cli.command(epilog="Example: shardbox check")
+    @with_config
+    @as_json
+    def check(config_path: str | None, node: str | None, as_json: bool) -> int:
+        """Preflight: this box, and every pair of boxes in both directions."""
+        config = load_config(config_path)
+        return run_check(config, node_name(config, node), as_json)
+
+    @cli.command(epilog="Example: shardbox demo --once")
+    @click.option("--once", is_flag=True, help="End after one answer (also without a terminal).")
+    @click.option("--nodes", "count", default=3, type=click.IntRange(1, 8), help="How many nodes (default 3).")
+    def demo(once: bool, count: int) -> int:
+        """A whole cluster on this machine with the rehearsal engine: no model needed."""
+        return run_demo(once=once or not sys.stdin.isatty(), count=count)
+
+    @cli.command(epilog="Example: shardbox secret > cluster.secret")
+    def secret() -> int:
+        """Print a new random cluster secret."""
+        print(secrets.token_urlsafe(32))
+        return 0
+
+    @cli.command(epilog="Example: shardbox version")
+    def version() -> int:
+        """Print the version."""
+        print(f"shardbox {VERSION}")
+        return 0
+
+    return cli
+
+
+def detach_up(config: Config, name: str) -> int:
+    """Start `up` in the background and wait until it answers. Raises ShardboxError with its last words."""
+    read_secret(config)
+    folder = state_folder(config.cluster.name, name)
+    os.makedirs(folder, mode=0o700, exist_ok=True)
+    path = os.path.join(folder, "node.log")
+    with open(path, "ab") as output:
+        child = subprocess.Popen([*self_command(), "up", "--config", config.file, "--node", name],
+                                 stdin=subprocess.DEVNULL, stdout=output, stderr=output, start_new_session=True)  # fmt: skip
+    for _ in range(300):
+        if child.poll() is not None:
+            with open(path, encoding="utf-8", errors="replace") as file:
+                last = file.read()[-2000:].strip().splitlines()[-3:]
+            raise ShardboxError("; ".join(last) or f"it ended with {child.returncode}", where=path)
+        with contextlib.suppress(ShardboxError):
+            read_status(config, name, 1.0)
+            print(f"node {name} runs in the background (pid {child.pid}), its log is {path}")
+            return 0
+        time.sleep(0.1)
+    raise ShardboxError("it runs, but does not answer after 30 s", where=path)
+
+
+# --- demo ------------------------------------------------------------------------------------------------
+
+DEMO_TIMEOUT_S = 60
+DEMO_NAMES = ("alpha", "beta", "gamma", "delta", "epsilon", "zeta", "eta", "theta")
+
+
+def multicast_works() -> bool:
+    """Whether a multicast datagram on loopback comes back, as mDNS between nodes of one box needs."""
+    group, address = "224.0.0.251", "127.0.0.1"
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:
+        try:
+            sock.bind(("", 0))
+            sock.setsockopt(socket.IPPROTO_IP, socket.IP_ADD_MEMBERSHIP, socket.inet_aton(group) + socket.inet_aton(address))
+            sock.setsockopt(socket.IPPROTO_IP, socket.IP_MULTICAST_IF, socket.inet_aton(address))
+            sock.settimeout(0.5)
+            sock.sendto(b"shardbox", (group, sock.getsockname()[1]))
+            return sock.recv(16) == b"shardbox"
+        except OSError:
+            return False
+
+
+def demo_config(count: int, mdns: bool, ports: Sequence[int], secret: str) -> str:
+    """The TOML of the demo: `count` nodes of 9 GiB, and a model of 20 GiB that none of them could hold."""
+    lines = ["[cluster]", 'name = "demo"', f'secret = "{secret}"', f'discovery = "{"mdns" if mdns else "static"}"',
+             'interfaces = ["lo"]' if sys.platform == "linux" else 'interfaces = ["lo0"]', "[engine]",
+             'kind = "rehearsal"', ""]  # fmt: skip
+    for n, name in enumerate(DEMO_NAMES[:count]):
+        mesh, api, data, signal_base = ports[4 * n : 4 * n + 4]
+        lines += ["[[nodes]]", f'name = "{name}"', 'memory = "9GiB"']
+        lines += [] if mdns else ['address = "127.0.0.1"']
+        lines += ["[nodes.ports]", f"mesh = {mesh}", f"api = {api}", f"data = {data}", f"signal = {signal_base}", ""]
+    lines += ["[[models]]", 'name = "demo-32b"', 'path = "demo-32b.gguf"', "context = 2048",
+              'rehearse = {layers = 64, width = 5120, bytes = "20GiB"}', ""]  # fmt: skip
+    return "\n".join(lines)
+
+
+def free_port_blocks(count: int) -> list[int]:
+    """Four free ports or bases for each node: mesh, api, data and signal blocks of PORT_BLOCK."""
+    result: list[int] = []
+    base = 20000 + (os.getpid() * 37) % 20000
+    while len(result) < 4 * count:
+        wanted = range(base, base + 2 + 2 * PORT_BLOCK)
+        if all(_port_is_free(port) for port in wanted):
+            result += [base, base + 1, base + 2, base + 2 + PORT_BLOCK]
+        base += len(wanted)
+        if base > 60000:
+            raise ShardboxError("no block of free ports on this machine", hint="end what listens between 20000 and 60000")
+    return result
+
+
+def _port_is_free(port: int) -> bool:
+    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as sock:
+        try:
+            sock.bind(("0.0.0.0", port))
+            return True
+        except OSError:
+            return False
+
+
+def run_demo(*, once: bool, count: int) -> int:
+    """Three nodes here: discovery, plan, ring, one streamed answer, the status table."""
+    mdns = multicast_works()
+    with tempfile.TemporaryDirectory(prefix="shardbox-demo-") as folder:
+        path = os.path.join(folder, CONFIG_NAME)
+        with open(os.open(path, os.O_WRONLY | os.O_CREAT, 0o600), "w") as file:
+            file.write(demo_config(count, mdns, free_port_blocks(count), secrets.token_urlsafe(32)))
+        config = load_config(path)
+        env = {**os.environ, "SHARDBOX_STATE": os.path.join(folder, "state"), "SHARDBOX_DEMO": "1"}
+        os.environ["SHARDBOX_STATE"] = env["SHARDBOX_STATE"]
+        print(f"{count} nodes on this machine, found by {'mDNS' if mdns else 'static addresses (no multicast here)'}, "
+              "rehearsal engines (no model is loaded)", flush=True)  # fmt: skip
+        children = []
+        try:
+            for node in config.nodes:
+                log_file = open(os.path.join(folder, f"{node.name}.log"), "wb")  # noqa: SIM115 - the child keeps it
+                children.append(subprocess.Popen(
+                    [*self_command(), "up", "--config", path, "--node", node.name], env=env, stdin=subprocess.DEVNULL,
+                    stdout=log_file, stderr=subprocess.STDOUT, start_new_session=True))  # fmt: skip
+                log_file.close()
+            return _watch_demo(config, folder, children, once)
+        except KeyboardInterrupt:
+            return 0
+        finally:
+            for child in children:
+                child.terminate()
+            for child in children:
+                try:
+                    child.wait(20)
+                except subprocess.TimeoutExpired:
+                    child.kill()
+
+
+def _watch_demo(config: Config, folder: str, children: Sequence[subprocess.Popen[bytes]], once: bool) -> int:
+    """Show progress until the model answers, then one answer and the status."""
+    names, started, said = [node.name for node in config.nodes], time.monotonic(), ""
+    snapshot = None
+    while True:
+        for name, child in zip(names, children, strict=True):
+            if child.poll() is not None:
+                with open(os.path.join(folder, f"{name}.log"), encoding="utf-8", errors="replace") as file:
+                    raise ShardboxError(f"{name} ended: {file.read()[-1500:].strip()}")
+        with contextlib.suppress(NodeDown):
+            snapshot = read_status(config, names[0], 2.0)
+            found = [peer.name for peer in snapshot.peers if peer.state in ("self", "live")]
+            view = snapshot.models[0]
+            text = f"found {', '.join(found)}; {view.model} is {view.phase}" + (f" ({view.reason})" if view.reason else "")
+            text = re.sub(r" \(\d+ s more\)", "", text)
+            if text != said:
+                print(f"{time.monotonic() - started:5.1f} s  {text}", flush=True)
+                said = text
+            if status_line(snapshot)[0] == OK and len(found) == len(names):
+                break
+        if time.monotonic() - started > DEMO_TIMEOUT_S:
+            raise ShardboxError(f"the demo's ring did not form within {DEMO_TIMEOUT_S} s", hint=status_line(snapshot)[1] if snapshot else said)
+        time.sleep(0.1)
+    return _show_demo(config, names, once)
+
+
+def _show_demo(config: Config, names: Sequence[str], once: bool) -> int:
+    port = config.node(names[-1]).ports.api
+    print(f"\nasking {names[-1]}, which leads nothing: POST http://127.0.0.1:{port}/v1/chat/completions\n", flush=True)
+    body = {"model": "demo-32b", "stream": True, "max_tokens": 48,
+            "messages": [{"role": "user", "content": "What is this?"}]}  # fmt: skip
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
+    connection.request("POST", "/v1/chat/completions", json.dumps(body), {"Content-Type": "application/json"})
+    reply = connection.getresponse()
+    if reply.status != 200:
+        raise ShardboxError(f"the endpoint answered {reply.status}: {reply.read()[:500].decode(errors='replace')}")
+    for line in reply:
+        if line.startswith(b"data: {"):
+            event = json.loads(line[6:])
+            if "error" in event:
+                raise ShardboxError(str(event["error"].get("message")))
+            for choice in event["choices"]:
+                print(choice["delta"].get("content") or "", end="", flush=True)
+    connection.close()
+    print("\n")
+    snapshot = read_status(config, names[0], 5.0)
+    print(status_text(snapshot), flush=True)
+    if not once:
+        print("\nCtrl-C ends the demo.")
+        while True:
+            time.sleep(3600)
+    return status_line(snapshot)[0]
+
+
+def restore_environment() -> None:
+    """A frozen program's own library path must not reach the engines (PyInstaller sets it for itself)."""
+    if getattr(sys, "frozen", False):
+        original = os.environ.pop("LD_LIBRARY_PATH_ORIG", None)
+        os.environ.pop("LD_LIBRARY_PATH", None)
+        if original is not None:
+            os.environ["LD_LIBRARY_PATH"] = original
+        for key in [key for key in os.environ if key.startswith("_PYI_")]:
+            del os.environ[key]
+        os.environ["PYINSTALLER_RESET_ENVIRONMENT"] = "1"  # for when we start ourselves
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """The whole program; the only place that turns errors into exit codes."""
+    args = list(sys.argv[1:] if argv is None else argv)
+    restore_environment()
+    if args[:1] == ["rehearse"]:
+        return rehearse(args[1:], os.environ)
+    logging.basicConfig(level=os.environ.get("SHARDBOX_LOG", "INFO").upper(), stream=sys.stderr,
+                        format="%(asctime)s %(levelname)s %(message)s", datefmt="%H:%M:%S")  # fmt: skip
+    import click
+
+    try:
+        code = build_cli().main(args=args, prog_name="shardbox", standalone_mode=False)
+        return int(code or 0)
+    except click.ClickException as error:
+        error.show()
+        return UNKNOWN if "status" in args[:1] else 2
+    except (click.Abort, KeyboardInterrupt):
+        return 130
+    except ShardboxError as error:
+        print(error, file=sys.stderr)
+        return error.exit_code
+    except BrokenPipeError:
+        return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
