@@ -69,16 +69,7 @@ import urllib.parse
 import uuid
 import zlib
 from collections import Counter, deque
-from collections.abc import (
-    AsyncIterator,
-    Awaitable,
-    Callable,
-    Generator,
-    Iterable,
-    Iterator,
-    Mapping,
-    Sequence,
-)
+from collections.abc import AsyncIterator, Awaitable, Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -417,8 +408,7 @@ _Path = tuple[str | int, ...]
 _KEY = r"""(?:[A-Za-z0-9_-]+|"(?:\\.|[^"\\\n])*"|'[^'\n]*')"""
 _STATEMENT = re.compile(rf"[ \t]*(\[\[?)?[ \t]*({_KEY}(?:[ \t]*\.[ \t]*{_KEY})*)[ \t]*[\]=]")
 _TOKEN = re.compile(
-    r'''"""(?:\\.|[^\\])*?"{3,5}|\'\'\'.*?'{3,5}|"(?:\\.|[^"\\\n])*"|'[^'\n]*'|#[^\n]*|[\[\]{}\n]''',
-    re.DOTALL,
+    r'''"""(?:\\.|[^\\])*?"{3,5}|\'\'\'.*?'{3,5}|"(?:\\.|[^"\\\n])*"|'[^'\n]*'|#[^\n]*|[\[\]{}\n]''', re.DOTALL
 )
 
 
@@ -458,10 +448,7 @@ def _key_lines(text: str) -> dict[_Path, int]:
 # --- what is wrong, and where ---
 
 
-_KINDS = {
-    str: "a string", bool: "true or false", int: "a number", float: "a number",
-    dict: "a table", list: "a list",
-}  # fmt: skip
+_KINDS = {str: "a string", bool: "true or false", int: "a number", float: "a number", dict: "a table", list: "a list"}
 
 
 def _kind(value: Any) -> str:
@@ -622,17 +609,13 @@ def _cap(value: Any, spot: _Spot) -> int | None:
     return size
 
 
-_node_name = _text(
-    "1-63 letters, digits, '-', '_' or '.', a letter or digit first", r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}"
-)
+_node_name = _text("1-63 letters, digits, '-', '_' or '.', a letter or digit first", r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}")
 _model_name = _text(
     "1-128 letters, digits, '.', '-', '_', ':' or '/', a letter or digit first, without '..' or '//'",
     r"(?!.*(\.\.|//|/$))[A-Za-z0-9][A-Za-z0-9._:/-]{0,127}",
 )
 _path = _text("a path")
-_model_path = _text(
-    "a path, of a split model that of its first part", r"(?!.*-(?!00001)\d{5}-of-\d{5}\.gguf$).+"
-)
+_model_path = _text("a path, of a split model that of its first part", r"(?!.*-(?!00001)\d{5}-of-\d{5}\.gguf$).+")
 
 
 def _name(value: Any, spot: _Spot) -> str:
@@ -693,10 +676,7 @@ def _interface(value: Any, spot: _Spot) -> str:
 _OWN_FLAGS = {
     flag: instead
     for flags, instead in (
-        (
-            "--world --rank --master --next",
-            "the plan sets it; steer it by nodes, leader and layers of a model",
-        ),
+        ("--world --rank --master --next", "the plan sets it; steer it by nodes, leader and layers of a model"),
         ("-lw --n-layer-window", "use layers of a model"),
         ("--data-port", "use ports.data"),
         ("--signal-port", "use ports.signal"),
@@ -802,42 +782,62 @@ def _report_unknown(key: str, keys: Mapping[str, _Reader], spot: _Spot) -> None:
 # --- what the file may say: one entry a key ---
 
 _CLUSTER: dict[str, _Reader] = {
-    "name": _name, "secret_file": _or_none(_path), "secret": _secret, "discovery": _one_of("mdns", "static"),
-    "interfaces": _list(_interface), "form_wait_s": _number(0, 86400, whole=False),
-}  # fmt: skip
+    "name": _name,
+    "secret_file": _or_none(_path),
+    "secret": _secret,
+    "discovery": _one_of("mdns", "static"),
+    "interfaces": _list(_interface),
+    "form_wait_s": _number(0, 86400, whole=False),
+}
 _PORTS: dict[str, _Reader] = {
-    "mesh": _number(1, 65535), "api": _number(1, 65535),
+    "mesh": _number(1, 65535),
+    "api": _number(1, 65535),
     "data": _number(1024, 65471, "Prima needs 64 ports from here for each model; leave it out for 9000"),
     "signal": _number(1024, 65471, "Prima needs 64 ports from here for each model; leave it out for 10000"),
-}  # fmt: skip
+}
 _API: dict[str, _Reader] = {"bind": _host, "keys_file": _or_none(_path)}
 _ENGINE: dict[str, _Reader] = {
-    "kind": _one_of("prima", "rehearsal"), "path": _folders, "lib": _or_none(_path), "args": _list(_argument),
+    "kind": _one_of("prima", "rehearsal"),
+    "path": _folders,
+    "lib": _or_none(_path),
+    "args": _list(_argument),
     "env": _mapping(_text("a variable's name", "[^=]+"), _or_none(_text("a string"))),
-    "threads": _number(0, 1024), "isolate": _one_of("auto", "always", "never"),
-}  # fmt: skip
+    "threads": _number(0, 1024),
+    "isolate": _one_of("auto", "always", "never"),
+}
 _NODES: dict[str, _Reader] = {
-    "name": _name, "address": _or_none(_address), "memory": _cap, "gpu_memory": _cap,
-    "model_dirs": _list(_path), "ports": _table(_PORTS),
+    "name": _name,
+    "address": _or_none(_address),
+    "memory": _cap,
+    "gpu_memory": _cap,
+    "model_dirs": _list(_path),
+    "ports": _table(_PORTS),
     "engine": _table(_ENGINE | {"kind": _cluster_wide, "isolate": _cluster_wide}),
-}  # fmt: skip
-_REHEARSE: dict[str, _Reader] = {
-    "layers": _number(1, 4096), "width": _number(1, 1 << 20), "bytes": _bytes,
-}  # fmt: skip
+}
+_REHEARSE: dict[str, _Reader] = {"layers": _number(1, 4096), "width": _number(1, 1 << 20), "bytes": _bytes}
 _MODELS: dict[str, _Reader] = {
-    "name": _model_name, "path": _model_path, "aliases": _list(_model_name), "context": _number(64, 1 << 24),
-    "slots": _number(1, 64), "max_output": _number(0, 1 << 24),
-    "nodes": _list(_name), "leader": _or_none(_name), "layers": _mapping(_name, _number(1, 4096)), "autostart": _flag, "embeddings": _flag,
+    "name": _model_name,
+    "path": _model_path,
+    "aliases": _list(_model_name),
+    "context": _number(64, 1 << 24),
+    "slots": _number(1, 64),
+    "max_output": _number(0, 1 << 24),
+    "nodes": _list(_name),
+    "leader": _or_none(_name),
+    "layers": _mapping(_name, _number(1, 4096)),
+    "autostart": _flag,
+    "embeddings": _flag,
     "rehearse": _table(_REHEARSE, needs=tuple(_REHEARSE)),
-}  # fmt: skip
+}
 _TOP: dict[str, _Reader] = {
-    "cluster": _table(_CLUSTER), "ports": _table(_PORTS), "api": _table(_API), "engine": _table(_ENGINE),
+    "cluster": _table(_CLUSTER),
+    "ports": _table(_PORTS),
+    "api": _table(_API),
+    "engine": _table(_ENGINE),
     "nodes": _list(_table(_NODES, needs=("name",)), "a list of tables, [[nodes]]", ({},)),
     "models": _list(_table(_MODELS, needs=("name", "path")), "a list of tables, [[models]]", ({},)),
-}  # fmt: skip
-_TABLES = {
-    "cluster": _CLUSTER, "ports": _PORTS, "api": _API, "engine": _ENGINE, "nodes": _NODES, "models": _MODELS,
-}  # fmt: skip
+}
+_TABLES = {"cluster": _CLUSTER, "ports": _PORTS, "api": _API, "engine": _ENGINE, "nodes": _NODES, "models": _MODELS}
 _ARRAYS = ("nodes", "models")
 
 # --- checks over several keys: each runs only where its keys are right by themselves ---
@@ -944,7 +944,7 @@ def _check_ranges(ports: Mapping[str, int], own: Mapping[str, int], models: int,
 
 def _document(data: bytes, file: str) -> tuple[str, dict[str, Any]]:
     """The text and what TOML makes of it. Raises ConfigError."""
-    import tomli  # noqa: PLC0415
+    import tomli
 
     where, hint = file, ""
     if len(data) > MAX_CONFIG_BYTES:
@@ -977,9 +977,7 @@ def _build(raw: Mapping[str, Any], file: str, folder: str) -> Config:
     for node in raw.get("nodes", ()):
         own = node.get("engine", {})
         own = {**engine, **own, "env": {**engine.get("env", {}), **own.get("env", {})}}
-        fields = {
-            f"{key}_bytes" if key in ("memory", "gpu_memory") else key: value for key, value in node.items()
-        }
+        fields = {f"{key}_bytes" if key in ("memory", "gpu_memory") else key: value for key, value in node.items()}
         merged = {"engine": EngineConfig(**own), "ports": PortsConfig(**_ports(raw, node))}
         nodes.append(NodeConfig(**{**fields, **merged}))
     for model in raw.get("models", ()):
@@ -1160,18 +1158,51 @@ _WINDOW_BYTES = 256 << 10  # read at a time
 # ggml's type number -> (name, elements in a block, bytes of a block). Source: prima.cpp bdf9d8e7,
 # ggml/include/ggml.h (numbers) and ggml/src/ggml-common.h (block sizes).
 GGML_TYPES: dict[int, tuple[str, int, int]] = {
-    0: ("F32", 1, 4), 1: ("F16", 1, 2), 2: ("Q4_0", 32, 18), 3: ("Q4_1", 32, 20),
-    6: ("Q5_0", 32, 22), 7: ("Q5_1", 32, 24), 8: ("Q8_0", 32, 34), 9: ("Q8_1", 32, 36),
-    10: ("Q2_K", 256, 84), 11: ("Q3_K", 256, 110), 12: ("Q4_K", 256, 144), 13: ("Q5_K", 256, 176),
-    14: ("Q6_K", 256, 210), 15: ("Q8_K", 256, 292), 16: ("IQ2_XXS", 256, 66), 17: ("IQ2_XS", 256, 74),
-    18: ("IQ3_XXS", 256, 98), 19: ("IQ1_S", 256, 50), 20: ("IQ4_NL", 32, 18), 21: ("IQ3_S", 256, 110),
-    22: ("IQ2_S", 256, 82), 23: ("IQ4_XS", 256, 136), 24: ("I8", 1, 1), 25: ("I16", 1, 2),
-    26: ("I32", 1, 4), 27: ("I64", 1, 8), 28: ("F64", 1, 8), 29: ("IQ1_M", 256, 56),
-    30: ("BF16", 1, 2), 34: ("TQ1_0", 256, 54), 35: ("TQ2_0", 256, 66),
-}  # fmt: skip
+    0: ("F32", 1, 4),
+    1: ("F16", 1, 2),
+    2: ("Q4_0", 32, 18),
+    3: ("Q4_1", 32, 20),
+    6: ("Q5_0", 32, 22),
+    7: ("Q5_1", 32, 24),
+    8: ("Q8_0", 32, 34),
+    9: ("Q8_1", 32, 36),
+    10: ("Q2_K", 256, 84),
+    11: ("Q3_K", 256, 110),
+    12: ("Q4_K", 256, 144),
+    13: ("Q5_K", 256, 176),
+    14: ("Q6_K", 256, 210),
+    15: ("Q8_K", 256, 292),
+    16: ("IQ2_XXS", 256, 66),
+    17: ("IQ2_XS", 256, 74),
+    18: ("IQ3_XXS", 256, 98),
+    19: ("IQ1_S", 256, 50),
+    20: ("IQ4_NL", 32, 18),
+    21: ("IQ3_S", 256, 110),
+    22: ("IQ2_S", 256, 82),
+    23: ("IQ4_XS", 256, 136),
+    24: ("I8", 1, 1),
+    25: ("I16", 1, 2),
+    26: ("I32", 1, 4),
+    27: ("I64", 1, 8),
+    28: ("F64", 1, 8),
+    29: ("IQ1_M", 256, 56),
+    30: ("BF16", 1, 2),
+    34: ("TQ1_0", 256, 54),
+    35: ("TQ2_0", 256, 66),
+}
 # Known by name only, for a better sentence: Prima refuses these, so a size would be of no use.
-_REFUSED_TYPES = {4: "Q4_2", 5: "Q4_3", 31: "Q4_0_4_4", 32: "Q4_0_4_8", 33: "Q4_0_8_8", 36: "IQ4_NL_4_4",
-                  37: "IQ4_NL_4_8", 38: "IQ4_NL_8_8", 39: "MXFP4", 40: "NVFP4"}  # fmt: skip
+_REFUSED_TYPES = {
+    4: "Q4_2",
+    5: "Q4_3",
+    31: "Q4_0_4_4",
+    32: "Q4_0_4_8",
+    33: "Q4_0_8_8",
+    36: "IQ4_NL_4_4",
+    37: "IQ4_NL_4_8",
+    38: "IQ4_NL_8_8",
+    39: "MXFP4",
+    40: "NVFP4",
+}
 # GGUF value type -> struct code. 8 is a string, 9 an array.
 _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 _U32, _U64 = struct.Struct("<I"), struct.Struct("<Q")
@@ -1646,11 +1677,23 @@ def rehearsed_shape(rehearse: RehearseConfig, name: str) -> ModelShape:
     layer = (rehearse.bytes - ends) // rehearse.layers
     heads = max(1, rehearse.width // 128)
     return ModelShape(
-        architecture="rehearsal", layers=rehearse.layers, width=rehearse.width, vocab=32000, heads=heads,
-        kv_heads=max(1, heads // 8), key_width=128, value_width=128, ff_width=4 * rehearse.width,
-        context_train=131072, layer_bytes=(layer,) * rehearse.layers, embedding_bytes=ends // 2,
-        output_bytes=ends - ends // 2, tied_output=False, quantisation="none", name=name,
-    )  # fmt: skip
+        architecture="rehearsal",
+        layers=rehearse.layers,
+        width=rehearse.width,
+        vocab=32000,
+        heads=heads,
+        kv_heads=max(1, heads // 8),
+        key_width=128,
+        value_width=128,
+        ff_width=4 * rehearse.width,
+        context_train=131072,
+        layer_bytes=(layer,) * rehearse.layers,
+        embedding_bytes=ends // 2,
+        output_bytes=ends - ends // 2,
+        tied_output=False,
+        quantisation="none",
+        name=name,
+    )
 
 
 def node_room(config: Config, facts: NodeFacts, taken: int, models: int) -> Room:
@@ -1710,8 +1753,11 @@ def model_shape_of(config: Config, model: ModelConfig, facts: Sequence[NodeFacts
         if config.engine.kind == "rehearsal" and model.rehearse:
             return rehearsed_shape(model.rehearse, model.name), ""
         found = "; ".join(f"{name}: {copy.problem or 'not there'}" for name, copy in copies)
-        raise PlanError(f"no node has a whole copy of {model.path} ({found})", where=f"model {model.name}",
-                        hint="copy the file to every box, under the TOML's folder or one of model_dirs")  # fmt: skip
+        raise PlanError(
+            f"no node has a whole copy of {model.path} ({found})",
+            where=f"model {model.name}",
+            hint="copy the file to every box, under the TOML's folder or one of model_dirs",
+        )
     roots = sorted(copy.root for copy in whole if copy.root)
     root = max(roots, key=lambda value: (roots.count(value), [-ord(c) for c in value[:8]])) if roots else ""
     chosen = next((copy for copy in whole if copy.root == root), whole[0])
@@ -1719,8 +1765,9 @@ def model_shape_of(config: Config, model: ModelConfig, facts: Sequence[NodeFacts
     return chosen.shape, root
 
 
-def plan_model(config: Config, model: ModelConfig, facts: Sequence[NodeFacts],
-               taken: Mapping[str, int] | None = None) -> ModelPlan:  # fmt: skip
+def plan_model(
+    config: Config, model: ModelConfig, facts: Sequence[NodeFacts], taken: Mapping[str, int] | None = None
+) -> ModelPlan:
     """The plan for one model on these nodes. `taken`: bytes that models placed before use, by node.
     Raises PlanError saying what is missing, and by how much."""
     facts = sorted(facts, key=lambda node: node.name)
@@ -1740,21 +1787,32 @@ def plan_model(config: Config, model: ModelConfig, facts: Sequence[NodeFacts],
     if model.leader:
         leaders = [room for room in leaders if room.node == model.leader]
         if not leaders:
-            raise PlanError(f"its leader {model.leader} is {left_out.get(model.leader, 'not reachable')}",
-                            where=f"model {model.name}", hint="start that box, or leave out `leader`")  # fmt: skip
+            raise PlanError(
+                f"its leader {model.leader} is {left_out.get(model.leader, 'not reachable')}",
+                where=f"model {model.name}",
+                hint="start that box, or leave out `leader`",
+            )
     if not leaders:
-        raise PlanError("no node can lead: " + "; ".join(f"{k}: {v}" for k, v in left_out.items()),
-                        where=f"model {model.name}", hint="one box needs llama-server in [engine] path")  # fmt: skip
+        raise PlanError(
+            "no node can lead: " + "; ".join(f"{k}: {v}" for k, v in left_out.items()),
+            where=f"model {model.name}",
+            hint="one box needs llama-server in [engine] path",
+        )
     draft = _Draft(model=model, shape=shape, costs=costs, rooms=rooms, leaders=leaders, left_out=left_out)
     ring, reason = draft.by_hand() if model.layers else draft.single() or draft.ring()
     for room in rooms:
         if all(room.node != taken_room.node for taken_room, _ in ring):
             left_out[room.node] = "not needed: fewer ranks are faster"
     return ModelPlan(
-        model=model.name, block=config.models.index(model), layers=shape.layers, shape=shape,
-        context=model.context * model.slots, reason=reason, left_out=left_out,
+        model=model.name,
+        block=config.models.index(model),
+        layers=shape.layers,
+        shape=shape,
+        context=model.context * model.slots,
+        reason=reason,
+        left_out=left_out,
         ranks=draft.ranks(ring, _workers_only(facts, ring)),
-    )  # fmt: skip
+    )
 
 
 def _facts_of(facts: Sequence[NodeFacts], name: str) -> NodeFacts:
@@ -1762,8 +1820,9 @@ def _facts_of(facts: Sequence[NodeFacts], name: str) -> NodeFacts:
 
 
 def _workers_only(facts: Sequence[NodeFacts], ring: Sequence[tuple[Room, int]]) -> dict[str, str]:
-    return {room.node: problem for room, _ in ring
-            if (problem := _binary_problem(_facts_of(facts, room.node), "leader"))}  # fmt: skip
+    return {
+        room.node: problem for room, _ in ring if (problem := _binary_problem(_facts_of(facts, room.node), "leader"))
+    }
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -1796,13 +1855,12 @@ class _Draft:
         missing = [node for node in windows if all(room.node != node for room in self.rooms)]
         if missing:
             reasons = ", ".join(f"{node} ({self.left_out.get(node, 'not reachable')})" for node in missing)
-            self.fail(
-                f"`layers` names nodes that cannot take part: {reasons}",
-                "start them, or plan without `layers`",
-            )
+            self.fail(f"`layers` names nodes that cannot take part: {reasons}", "start them, or plan without `layers`")
         if sum(windows.values()) != self.shape.layers:
-            self.fail(f"`layers` adds up to {sum(windows.values())}, the model has {self.shape.layers}",
-                      "give every layer to one node")  # fmt: skip
+            self.fail(
+                f"`layers` adds up to {sum(windows.values())}, the model has {self.shape.layers}",
+                "give every layer to one node",
+            )
         lead = next((room for room in self.leaders if room.node in windows), None)
         if lead is None:
             self.fail("no node in `layers` can lead", "one of them needs llama-server")
@@ -1830,9 +1888,11 @@ class _Draft:
         have = sum(room.total_bytes for room in rooms)
         listing = ", ".join(f"{room.node} {format_size(room.total_bytes)}" for room in rooms)
         short = max(need - have, max(self.costs.layer_bytes, default=1))
-        self.fail(f"too big for the nodes there are: needs {format_size(need)}, they have {format_size(have)} "
-                  f"({listing}); short by {format_size(short)}",
-                  "add a box, a smaller quantisation or a shorter context")  # fmt: skip
+        self.fail(
+            f"too big for the nodes there are: needs {format_size(need)}, they have {format_size(have)} "
+            f"({listing}); short by {format_size(short)}",
+            "add a box, a smaller quantisation or a shorter context",
+        )
 
     def windows(self, ring: Sequence[Room]) -> list[int] | None:
         """Layers for each node in proportion to its room, at least one each; None when it cannot hold them."""
@@ -1860,8 +1920,11 @@ class _Draft:
         ]
 
     def overrun(self, ring: Sequence[tuple[Room, int]]) -> str:
-        return ", ".join(f"{room.node} is short by {format_size(-free)}"
-                         for (room, _), free in zip(ring, self.free(ring), strict=True) if free < 0)  # fmt: skip
+        return ", ".join(
+            f"{room.node} is short by {format_size(-free)}"
+            for (room, _), free in zip(ring, self.free(ring), strict=True)
+            if free < 0
+        )
 
     def ranks(self, ring: Sequence[tuple[Room, int]], workers: Mapping[str, str]) -> tuple[RankPlan, ...]:
         """The finished ranks with GPU layers and reasons."""
@@ -1875,12 +1938,22 @@ class _Draft:
                 why = workers.get(room.node, "window by usable memory")
             ends = self.costs.ends_bytes if rank == 0 else 0
             buffers = self.costs.leader_buffer_bytes if rank == 0 else self.costs.worker_buffer_bytes
-            result.append(RankPlan(
-                rank=rank, node=room.node, window=window, first_layer=first, gpu_layers=gpu_layers,
-                weights_bytes=sum(layers) + ends, kv_bytes=window * self.costs.layer_kv_bytes,
-                buffer_bytes=buffers, gpu_bytes=gpu_bytes, free_bytes=free[rank], threads=room.cores,
-                why=f"{why} ({room.note})",
-            ))  # fmt: skip
+            result.append(
+                RankPlan(
+                    rank=rank,
+                    node=room.node,
+                    window=window,
+                    first_layer=first,
+                    gpu_layers=gpu_layers,
+                    weights_bytes=sum(layers) + ends,
+                    kv_bytes=window * self.costs.layer_kv_bytes,
+                    buffer_bytes=buffers,
+                    gpu_bytes=gpu_bytes,
+                    free_bytes=free[rank],
+                    threads=room.cores,
+                    why=f"{why} ({room.note})",
+                )
+            )
         return tuple(result)
 
 
@@ -1909,8 +1982,9 @@ def fit_gpu(layers: Sequence[int], kv_bytes: int, room: int) -> tuple[int, int]:
     return count, used
 
 
-def plan_all(config: Config, facts: Sequence[NodeFacts], placed: Mapping[str, ModelPlan] | None = None,
-             ) -> dict[str, ModelPlan | PlanError]:  # fmt: skip
+def plan_all(
+    config: Config, facts: Sequence[NodeFacts], placed: Mapping[str, ModelPlan] | None = None
+) -> dict[str, ModelPlan | PlanError]:
     """A plan or the reason against it for each model, in the TOML's order; `placed` are rings that run
     already and keep what they have."""
     taken: dict[str, int] = {}
@@ -1969,8 +2043,9 @@ class RankWiring:
     args: tuple[str, ...]  # behind the binary
 
 
-def wire_rank(plan: ModelPlan, rank: int, *, ports: PortsConfig, engine: EngineConfig, model: ModelConfig,
-              path: str) -> RankWiring:  # fmt: skip
+def wire_rank(
+    plan: ModelPlan, rank: int, *, ports: PortsConfig, engine: EngineConfig, model: ModelConfig, path: str
+) -> RankWiring:
     """The wiring of one rank, from its own box's port bases. `path`: the model file there.
 
     Rank R binds data+R and signal+R on every interface and dials 127.0.0.1 at those of other ranks, with its
@@ -1982,30 +2057,73 @@ def wire_rank(plan: ModelPlan, rank: int, *, ports: PortsConfig, engine: EngineC
     http = data + HTTP_OFFSET if rank == 0 else 0
     args = ["-m", path, "-t", str(mine.threads), "-ngl", str(mine.gpu_layers)]
     if rank == 0:
-        args += ["-c", str(plan.context), "-np", str(model.slots), "-a", model.name,
-                 "--host", "127.0.0.1", "--port", str(http), "--no-context-shift", "--metrics"]  # fmt: skip
+        args += [
+            "-c",
+            str(plan.context),
+            "-np",
+            str(model.slots),
+            "-a",
+            model.name,
+            "--host",
+            "127.0.0.1",
+            "--port",
+            str(http),
+            "--no-context-shift",
+            "--metrics",
+        ]
         args += ["--embeddings"] if model.embeddings else []
         args += ["--cont-batching"] if model.slots > 1 else []
     if plan.world > 1:
         windows = ",".join(str(other.window) for other in plan.ranks)
-        args += ["--world", str(plan.world), "--rank", str(rank), "--master", "127.0.0.1", "--next", "127.0.0.1",
-                 "--data-port", str(data), "--signal-port", str(signal), "-lw", windows]  # fmt: skip
+        args += [
+            "--world",
+            str(plan.world),
+            "--rank",
+            str(rank),
+            "--master",
+            "127.0.0.1",
+            "--next",
+            "127.0.0.1",
+            "--data-port",
+            str(data),
+            "--signal-port",
+            str(signal),
+            "-lw",
+            windows,
+        ]
     routes = tuple(
         Route(kind=kind, rank=other.rank, node=other.node, port=base + other.rank)
-        for other in plan.ranks if other.rank != rank
+        for other in plan.ranks
+        if other.rank != rank
         for kind, base in (("data", data), ("signal", signal))
-    )  # fmt: skip
-    return RankWiring(role="leader" if rank == 0 else "worker", data_port=data + rank, signal_port=signal + rank,
-                      http_port=http, routes=routes, args=(*args, *engine.args))  # fmt: skip
+    )
+    return RankWiring(
+        role="leader" if rank == 0 else "worker",
+        data_port=data + rank,
+        signal_port=signal + rank,
+        http_port=http,
+        routes=routes,
+        args=(*args, *engine.args),
+    )
 
 
-_PASSED_ON = ("PATH", "HOME", "USER", "LANG", "LC_ALL", "TZ", "TMPDIR", "CUDA_VISIBLE_DEVICES",
-              "CUDA_DEVICE_ORDER", "NVIDIA_VISIBLE_DEVICES", "OMP_PROC_BIND", "OMP_PLACES")  # fmt: skip
+_PASSED_ON = (
+    "PATH",
+    "HOME",
+    "USER",
+    "LANG",
+    "LC_ALL",
+    "TZ",
+    "TMPDIR",
+    "CUDA_VISIBLE_DEVICES",
+    "CUDA_DEVICE_ORDER",
+    "NVIDIA_VISIBLE_DEVICES",
+    "OMP_PROC_BIND",
+    "OMP_PLACES",
+)
 
 
-def engine_environment(
-    base: Mapping[str, str], engine: EngineConfig, extra: Mapping[str, str]
-) -> dict[str, str]:
+def engine_environment(base: Mapping[str, str], engine: EngineConfig, extra: Mapping[str, str]) -> dict[str, str]:
     """What an engine may see of our environment: a short list, its library folder, and the TOML's `env`."""
     env = {key: base[key] for key in _PASSED_ON if key in base}
     env.setdefault("PATH", "/usr/local/bin:/usr/bin:/bin")
@@ -2110,8 +2228,15 @@ def _on_plan(ring: Ring, event: Event, now: float) -> _Step:
         return ring, ()
     if event.plan is None:
         return dataclasses.replace(ring, reason=event.reason, plan=None), ()
-    ring = _move(ring, now, Phase.PREPARING, plan=event.plan, generation=event.token,
-                 deadline=now + PREPARE_TIMEOUT_S, reason="asking every rank")  # fmt: skip
+    ring = _move(
+        ring,
+        now,
+        Phase.PREPARING,
+        plan=event.plan,
+        generation=event.token,
+        deadline=now + PREPARE_TIMEOUT_S,
+        reason="asking every rank",
+    )
     return ring, _effect(ring, "prepare")
 
 
@@ -2120,8 +2245,9 @@ def _on_granted(ring: Ring, event: Event, now: float) -> _Step:
         return ring, ()
     assert ring.plan is not None
     size = sum(rank.weights_bytes for rank in ring.plan.ranks)
-    ring = _move(ring, now, Phase.LOADING, deadline=now + LOAD_BASE_S + size / LOAD_BYTES_PER_S,
-                 reason="engines are loading")  # fmt: skip
+    ring = _move(
+        ring, now, Phase.LOADING, deadline=now + LOAD_BASE_S + size / LOAD_BYTES_PER_S, reason="engines are loading"
+    )
     return ring, _effect(ring, "launch")
 
 
@@ -2144,8 +2270,16 @@ def _on_trouble(ring: Ring, event: Event, now: float) -> _Step:
         return ring, ()
     steady = ring.phase == Phase.SERVING and now - ring.served_since >= STEADY_S
     restarts = ring.restarts + ((now,) if ring.phase == Phase.SERVING else ())
-    ring = _move(ring, now, Phase.STOPPING, deadline=0.0, reason=event.reason, last_trouble=event.reason,
-                 failures=1 if steady else ring.failures + 1, restarts=restarts)  # fmt: skip
+    ring = _move(
+        ring,
+        now,
+        Phase.STOPPING,
+        deadline=0.0,
+        reason=event.reason,
+        last_trouble=event.reason,
+        failures=1 if steady else ring.failures + 1,
+        restarts=restarts,
+    )
     return ring, _effect(ring, "teardown", reason=event.reason)
 
 
@@ -2192,16 +2326,26 @@ def _on_tick(ring: Ring, event: Event, now: float) -> _Step:
         return ring, ()
     if ring.phase == Phase.BACKOFF:
         return _move(ring, now, Phase.WAITING, deadline=0.0, reason=ring.last_trouble), ()
-    late = Event(kind="trouble", generation=ring.generation,
-                 reason=f"the start deadline ran out while {ring.phase}: {event.reason or 'no rank says why'}")  # fmt: skip
+    late = Event(
+        kind="trouble",
+        generation=ring.generation,
+        reason=f"the start deadline ran out while {ring.phase}: {event.reason or 'no rank says why'}",
+    )
     return _on_trouble(ring, late, now)
 
 
 _STEPS = {
-    "plan": _on_plan, "granted": _on_granted, "refused": _on_trouble, "loaded": _on_loaded,
-    "answered": _on_answered, "trouble": _on_trouble, "stopped": _on_stopped, "want": _on_want,
-    "unwant": _on_unwant, "tick": _on_tick,
-}  # fmt: skip
+    "plan": _on_plan,
+    "granted": _on_granted,
+    "refused": _on_trouble,
+    "loaded": _on_loaded,
+    "answered": _on_answered,
+    "trouble": _on_trouble,
+    "stopped": _on_stopped,
+    "want": _on_want,
+    "unwant": _on_unwant,
+    "tick": _on_tick,
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -2220,8 +2364,7 @@ LEASE_S = 10.0  # a rank that hears nothing from its proposer for so long stops 
 def grant(held: Lease | None, *, model: str, proposer: str, generation: str, now: float) -> Lease:
     """A new lease, or the renewed one. Raises PlanError naming the holder when somebody else has it."""
     if held and held.expires > now and held.generation != generation:
-        raise PlanError(f"its lease belongs to {held.proposer} (generation {held.generation})",
-                        where=f"model {model}")  # fmt: skip
+        raise PlanError(f"its lease belongs to {held.proposer} (generation {held.generation})", where=f"model {model}")
     return Lease(model=model, proposer=proposer, generation=generation, expires=now + LEASE_S)
 
 
@@ -2323,8 +2466,10 @@ class Snapshot:
 _DIAGNOSES = (
     (r"Error binding/connecting .* socket.*Address already in use", "its port is taken by another process"),
     (r"couldn't bind|bind\(\).*in use", "its HTTP port is taken by another process"),
-    (r"out of memory|failed to allocate|unable to allocate|cudaMalloc failed|bad_alloc",
-     "out of memory: lower this node's cap, the context or the layers"),
+    (
+        r"out of memory|failed to allocate|unable to allocate|cudaMalloc failed|bad_alloc",
+        "out of memory: lower this node's cap, the context or the layers",
+    ),
     (r"data is not within the file bounds", "the model file is cut short: copy it again"),
     (r"unknown model architecture: '?([^'\s]+)", "this Prima does not know the model's architecture"),
     (r"failed to load model from|failed to open", "the model could not be loaded"),
@@ -2332,10 +2477,14 @@ _DIAGNOSES = (
     (r"error while loading shared libraries: (\S+)", "a shared library is missing: set [engine] lib"),
     (r"GGML_ASSERT.*should_profile", "it met a ring that was already running"),
     (r"error: (?:unknown|invalid) argument: (\S+)", "it does not know one of the flags in `args`"),
-)  # fmt: skip
-_SIGNALS = {4: "illegal instruction: the binary was built for another processor", 6: "it aborted",
-            9: "killed (by the kernel for lack of memory, or by hand)", 11: "it crashed (segmentation fault)",
-            15: "it was told to end"}  # fmt: skip
+)
+_SIGNALS = {
+    4: "illegal instruction: the binary was built for another processor",
+    6: "it aborted",
+    9: "killed (by the kernel for lack of memory, or by hand)",
+    11: "it crashed (segmentation fault)",
+    15: "it was told to end",
+}
 
 
 def diagnose(code: int, tail: Sequence[str]) -> str:
@@ -2496,7 +2645,7 @@ def probe_gpus(root: str = "/") -> tuple[tuple[GpuFacts, ...], str]:
     A card whose memory cannot be read (a Jetson shares the system's) has None for it, and a note.
     """
     try:
-        import pynvml as nvml   # late: it costs 15 ms, and may not be there
+        import pynvml as nvml  # late: it costs 15 ms, and may not be there
     except ImportError:
         return (), _without_driver(root, "the Python package nvidia-ml-py is not installed")
     try:
@@ -2565,9 +2714,7 @@ class HashCache:
 
         return self._cached(path, "sha256", compute)[0][0]
 
-    def file_hashes(
-        self, path: str, *, progress: Callable[[int], None], stop: Callable[[], bool]
-    ) -> tuple[str, ...]:
+    def file_hashes(self, path: str, *, progress: Callable[[int], None], stop: Callable[[], bool]) -> tuple[str, ...]:
         """SHA-256 of each CHUNK_BYTES of a file, the last one shorter; () for an empty file.
 
         `progress` gets the bytes done so far, in the calling thread; `stop` is asked once a MiB.
@@ -2679,8 +2826,16 @@ def root_hash(parts: Sequence[tuple[int, Sequence[str]]]) -> str:
 
 # -- engine binaries -----------------------------------------------------------------------------------
 
-_ELF_MACHINES = {3: "i386", 21: "ppc64", 22: "s390x", 40: "arm", 62: "x86_64", 183: "aarch64",
-                 243: "riscv64", 258: "loongarch64"}  # fmt: skip
+_ELF_MACHINES = {
+    3: "i386",
+    21: "ppc64",
+    22: "s390x",
+    40: "arm",
+    62: "x86_64",
+    183: "aarch64",
+    243: "riscv64",
+    258: "loongarch64",
+}
 _RUNS_TOO = {("x86_64", "i386"), ("aarch64", "arm")}  # a 64-bit kernel may have a 32-bit system on it
 
 
@@ -2872,8 +3027,22 @@ def _read_part(path: str) -> tuple[GgufHeader, int]:
 
 # -- addresses -----------------------------------------------------------------------------------------
 
-_VIRTUAL_NAMES = ("docker*", "br-*", "virbr*", "lxc*", "lxdbr*", "cni*", "flannel*", "vmnet*", "vboxnet*",
-                  "podman*", "kube*", "cali*", "vnet*", "bridge1[0-9][0-9]")  # fmt: skip
+_VIRTUAL_NAMES = (
+    "docker*",
+    "br-*",
+    "virbr*",
+    "lxc*",
+    "lxdbr*",
+    "cni*",
+    "flannel*",
+    "vmnet*",
+    "vboxnet*",
+    "podman*",
+    "kube*",
+    "cali*",
+    "vnet*",
+    "bridge1[0-9][0-9]",
+)
 _TUNNEL_NAMES = ("tun*", "tap*", "wg*", "tailscale*", "zt*", "utun*", "ppp*", "ipsec*", "nebula*")
 
 
@@ -3020,12 +3189,22 @@ class Surveyor:
         memory = dataclasses.replace(memory, available_bytes=self._available or memory.available_bytes)
         models = tuple(self._with_root(copy) for copy in self._slow["models"])
         return NodeFacts(
-            name=self._name, machine=self._machine, start=self._start, protocol=PROTOCOL, version=VERSION,
-            config_hash=self._config.hash, platform=probe_platform(), cores=probe_cores(), memory=memory,
-            mesh_port=self._config.node(self._name).ports.mesh, isolation=self._isolation,
-            engine_kind=self._config.engine.kind, ports=self._config.node(self._name).ports,
-            own_bytes=own_bytes // (64 * MIB) * (64 * MIB), **{**self._slow, "models": models},
-        )  # fmt: skip
+            name=self._name,
+            machine=self._machine,
+            start=self._start,
+            protocol=PROTOCOL,
+            version=VERSION,
+            config_hash=self._config.hash,
+            platform=probe_platform(),
+            cores=probe_cores(),
+            memory=memory,
+            mesh_port=self._config.node(self._name).ports.mesh,
+            isolation=self._isolation,
+            engine_kind=self._config.engine.kind,
+            ports=self._config.node(self._name).ports,
+            own_bytes=own_bytes // (64 * MIB) * (64 * MIB),
+            **{**self._slow, "models": models},
+        )
 
     def _look(self) -> dict[str, Any]:
         node, folder = self._config.node(self._name), self._config.folder
@@ -3036,16 +3215,18 @@ class Surveyor:
             lib = os.path.join(folder, node.engine.lib) if node.engine.lib else ""
             env = engine_environment(os.environ, node.engine, {})
             binaries = tuple(probe_binary(role, folders, lib=lib, env=env, cache=self._cache) for role in ENGINE_ROLES)
-        models = tuple(probe_model(model.name, model.path, folder=folder, dirs=node.model_dirs)
-                       for model in self._config.models)  # fmt: skip
+        models = tuple(
+            probe_model(model.name, model.path, folder=folder, dirs=node.model_dirs) for model in self._config.models
+        )
         gpus, note = ((), "") if node.gpu_memory_bytes == 0 else probe_gpus()
         self._start_hashing(models)
         return {"addresses": addresses, "binaries": binaries, "models": models, "gpus": gpus, "gpu_note": note}
 
     def _with_root(self, copy: ModelFacts) -> ModelFacts:
         root, problem = self._roots.get(copy.path, ("", ""))
-        return dataclasses.replace(copy, root=root, problem=copy.problem or problem,
-                                   hashed_bytes=self._progress.get(copy.path, 0))  # fmt: skip
+        return dataclasses.replace(
+            copy, root=root, problem=copy.problem or problem, hashed_bytes=self._progress.get(copy.path, 0)
+        )
 
     def _start_hashing(self, models: Sequence[ModelFacts]) -> None:
         """Read new or changed files in the background; unchanged ones come from the cache at once."""
@@ -3061,11 +3242,13 @@ class Surveyor:
             hashes: list[tuple[int, Sequence[str]]] = []
             try:
                 for part in part_paths(copy.path):
+
                     def note(count: int, before: int = done) -> None:
                         self._progress[copy.path] = before + count
 
-                    hashes.append((os.path.getsize(part),
-                                   self._cache.file_hashes(part, progress=note, stop=self._stop.is_set)))  # fmt: skip
+                    hashes.append(
+                        (os.path.getsize(part), self._cache.file_hashes(part, progress=note, stop=self._stop.is_set))
+                    )
                     done += os.path.getsize(part)
                 self._roots[copy.path] = (root_hash(hashes), "")
             except ShardboxError as error:
@@ -3130,8 +3313,9 @@ def check_ports_free(wiring: RankWiring) -> None:
             try:
                 sock.bind(("0.0.0.0", port))
             except OSError as error:
-                raise EngineError(f"port {port} cannot be had: {error.strerror}", where="ports",
-                                  hint=port_owner_hint(port)) from None  # fmt: skip
+                raise EngineError(
+                    f"port {port} cannot be had: {error.strerror}", where="ports", hint=port_owner_hint(port)
+                ) from None
 
 
 def self_command() -> list[str]:
@@ -3191,9 +3375,7 @@ class Hint:
 class Discovery:
     """Advertises this node and collects the adverts of others in `hints`, by service name."""
 
-    def __init__(
-        self, *, cluster: str, node: str, machine: str, port: int, on_change: Callable[[], None]
-    ) -> None:
+    def __init__(self, *, cluster: str, node: str, machine: str, port: int, on_change: Callable[[], None]) -> None:
         self.hints: dict[str, Hint] = {}
         self.problem = ""
         self._properties = {"cluster": cluster, "node": node, "protocol": str(PROTOCOL), "version": VERSION}
@@ -3228,12 +3410,14 @@ class Discovery:
 
         self._zeroconf = AsyncZeroconf(interfaces=list(addresses), ip_version=IPVersion.V4Only)
         info = ServiceInfo(
-            SERVICE_TYPE, f"{self._label}.{SERVICE_TYPE}", port=self._port, parsed_addresses=list(addresses),
-            properties=self._properties, server=f"{self._label}.local.",
-        )  # fmt: skip
-        self._browser = AsyncServiceBrowser(
-            self._zeroconf.zeroconf, SERVICE_TYPE, handlers=[self._on_service]
+            SERVICE_TYPE,
+            f"{self._label}.{SERVICE_TYPE}",
+            port=self._port,
+            parsed_addresses=list(addresses),
+            properties=self._properties,
+            server=f"{self._label}.local.",
         )
+        self._browser = AsyncServiceBrowser(self._zeroconf.zeroconf, SERVICE_TYPE, handlers=[self._on_service])
         await self._zeroconf.async_register_service(info, allow_name_change=True)
 
     def _on_service(self, zeroconf: Any, service_type: str, name: str, state_change: Any) -> None:
@@ -3277,9 +3461,7 @@ def zeroconf_errors() -> type[Exception]:
     return Error
 
 
-def parse_advert(
-    properties: Mapping[str, str | None], addresses: Sequence[str], port: int | None
-) -> Hint | None:
+def parse_advert(properties: Mapping[str, str | None], addresses: Sequence[str], port: int | None) -> Hint | None:
     """The hint in an advert, None where it is not one of ours. Anything on the LAN may have sent it."""
     node, cluster = properties.get("node") or "", properties.get("cluster") or ""
     usable = [address for address in addresses if ":" not in address]
@@ -3287,10 +3469,14 @@ def parse_advert(
         return None
     protocol = properties.get("protocol") or ""
     return Hint(
-        node=node, cluster=printable(cluster), address=usable[0], port=port, source="mdns",
+        node=node,
+        cluster=printable(cluster),
+        address=usable[0],
+        port=port,
+        source="mdns",
         protocol=int(protocol) if protocol.isdigit() and len(protocol) < 6 else 0,
         version=printable(properties.get("version") or "")[:32],
-    )  # fmt: skip
+    )
 
 
 def printable(text: str) -> str:
@@ -3445,9 +3631,7 @@ def _certificate(public: Ed25519PublicKey, authority: Ed25519PrivateKey, uri: st
     return builder.sign(authority, None)
 
 
-def _contexts(
-    root: Certificate, leaf: Certificate, key: Ed25519PrivateKey
-) -> tuple[ssl.SSLContext, ssl.SSLContext]:
+def _contexts(root: Certificate, leaf: Certificate, key: Ed25519PrivateKey) -> tuple[ssl.SSLContext, ssl.SSLContext]:
     """TLS settings (server, client): 1.3 only, a certificate by `root` demanded, no resumption.
 
     The node's name is compared by the caller: it is hidden, and a wrong one is worth a clear message.
@@ -3581,9 +3765,7 @@ class SealedLink:
         self._doubt = False
         self._threads: list[threading.Thread] = []
 
-    def pump(
-        self, local: socket.socket, stats: WireStats, on_end: Callable[[bool], None] | None = None
-    ) -> None:
+    def pump(self, local: socket.socket, stats: WireStats, on_end: Callable[[bool], None] | None = None) -> None:
         """Start carrying bytes both ways and return; both sockets are closed at the end.
 
         `on_end(clean)` is called once, from a pump thread; `why` then says what went wrong.
@@ -4127,9 +4309,7 @@ class Mesh:
             raise MeshError(f"this node {words[0]}, the caller {words[1]}", kind="protocol")
 
     def _link(self, sock: socket.socket, peer: str, service: str, keys: tuple[bytes, bytes]) -> SealedLink:
-        link = SealedLink(
-            sock, peer=peer, service=service, keys=keys if self._encrypt else None, forget=self._forget
-        )
+        link = SealedLink(sock, peer=peer, service=service, keys=keys if self._encrypt else None, forget=self._forget)
         with self._lock:
             self._links.add(link)
         if self._closing.is_set():
@@ -4414,12 +4594,7 @@ def _enter_own_network() -> None:
 def _why_not_isolated(problem: OSError) -> str:
     """One sentence with the reason and what to do."""
     switches = (
-        (
-            "kernel.apparmor_restrict_unprivileged_userns",
-            "1",
-            "0",
-            "AppArmor reserves user namespaces for root",
-        ),
+        ("kernel.apparmor_restrict_unprivileged_userns", "1", "0", "AppArmor reserves user namespaces for root"),
         ("kernel.unprivileged_userns_clone", "0", "1", "this kernel reserves user namespaces for root"),
         ("user.max_user_namespaces", "0", "10000", "user namespaces are switched off"),
         ("user.max_net_namespaces", "0", "10000", "network namespaces are switched off"),
@@ -4655,7 +4830,7 @@ def _start_engine(request: dict[str, Any], output: int) -> subprocess.Popen[byte
         if os.getppid() != keeper:
             os._exit(1)
 
-    return subprocess.Popen(  # noqa: S603 - as configured; preexec_fn is safe, there is one thread here
+    return subprocess.Popen(
         request["argv"],
         env=request["env"],
         cwd=request["cwd"],
@@ -4797,9 +4972,7 @@ class EngineProcess:
 
     exit_code: int | None = None
 
-    def __init__(
-        self, channel: socket.socket, pids: Sequence[int], fds: Sequence[int], *, isolated: bool
-    ) -> None:
+    def __init__(self, channel: socket.socket, pids: Sequence[int], fds: Sequence[int], *, isolated: bool) -> None:
         self.isolated = isolated
         self.pid, self._keeper = pids
         self.output, self._report = fds  # output: read end of its stdout and stderr; closed by close()
@@ -4930,7 +5103,7 @@ def process_identity(pid: int) -> str:
         if len(stat) < 20 or stat[0] in "ZX":
             return ""
         return f"{_read_text('/proc/sys/kernel/random/boot_id').strip()}:{stat[19]}"
-    shown = subprocess.run(  # noqa: S603
+    shown = subprocess.run(
         ["/bin/ps", "-o", "lstart=", "-p", str(pid)], capture_output=True, text=True, check=False
     )
     return shown.stdout.strip()
@@ -4961,9 +5134,7 @@ class CappedLog:
     """
 
     LINES, LINE_CHARS, CHUNK_BYTES = 200, 4000, 64 << 10
-    DRAIN_BYTES = (
-        1 << 20
-    )  # read after close() at the most, as an engine could go on for ever: the largest pipe
+    DRAIN_BYTES = 1 << 20  # read after close() at the most, as an engine could go on for ever: the largest pipe
 
     def __init__(self, path: str, fd: int, *, cap_bytes: int = 8 << 20) -> None:
         self.problem, self.lost_bytes = "", 0
@@ -5054,12 +5225,28 @@ REHEARSAL_DEFAULT_TOKENS = 64  # the longest answer to a request that sets no li
 REHEARSAL_STOP_LINGER_MS = 1000  # bounds how long a rank that leaves waits for its successor to take the STOP
 REHEARSAL_POLL_S = 0.1  # bounds how late a stop signal, or a waiting client that went away, is noticed
 REHEARSAL_FLAGS = {
-    "-m": "model", "--model": "model", "-c": "context", "--ctx-size": "context", "-np": "slots",
-    "--parallel": "slots", "--host": "host", "--port": "port", "--world": "world", "--rank": "rank",
-    "--master": "master", "--next": "next", "--data-port": "data_port", "--signal-port": "signal_port",
-    "-lw": "layer_window", "--layer-window": "layer_window", "--n-layer-window": "layer_window",
-    "-b": "batch", "--batch-size": "batch", "-ub": "ubatch", "--ubatch-size": "ubatch",
-}  # fmt: skip
+    "-m": "model",
+    "--model": "model",
+    "-c": "context",
+    "--ctx-size": "context",
+    "-np": "slots",
+    "--parallel": "slots",
+    "--host": "host",
+    "--port": "port",
+    "--world": "world",
+    "--rank": "rank",
+    "--master": "master",
+    "--next": "next",
+    "--data-port": "data_port",
+    "--signal-port": "signal_port",
+    "-lw": "layer_window",
+    "--layer-window": "layer_window",
+    "--n-layer-window": "layer_window",
+    "-b": "batch",
+    "--batch-size": "batch",
+    "-ub": "ubatch",
+    "--ubatch-size": "ubatch",
+}
 REHEARSAL_TEXTS = ("model", "host", "master", "next", "layer_window")
 REHEARSAL_CACHE_COMMANDS = b"clear_kv_cache kv_seq_rm kv_seq_add kv_seq_cp kv_seq_keep kv_seq_div".split()
 
@@ -5124,9 +5311,7 @@ def rehearsal_setup(argv: Sequence[str], environ: Mapping[str, str]) -> Rehearsa
     if missing := [f"--{name}" for name in required if found.get(name, "") == ""]:
         raise RehearsalError(f"missing flags: {', '.join(missing)}")
     if not 0 <= setup.rank < setup.world <= 32 or (setup.rank == 0) != (argv[0] == "llama-server"):
-        raise RehearsalError(
-            f"rank {setup.rank} of {setup.world}: rank 0 is llama-server, the rest llama-cli"
-        )
+        raise RehearsalError(f"rank {setup.rank} of {setup.world}: rank 0 is llama-server, the rest llama-cli")
     if min(windows) <= 0 or len(windows) != setup.world:
         raise RehearsalError(f"-lw needs {setup.world} numbers, none of them zero, got {setup.layer_window}")
     if min(setup.layers, setup.width, setup.vocab, setup.slots, setup.batch, setup.ubatch) < 1:
@@ -5157,10 +5342,7 @@ def rehearsal_tensor(width: int, positions: Sequence[int]) -> list[bytes]:
     """The message that carries the hidden state of some tokens: six frames, `width * 4` bytes a token."""
     rows = len(positions)
     shape, data = struct.pack("<4q", width, rows, 1, 1), bytes(4 * width * rows)
-    return [
-        *(b"sub_gf_out", shape, data),
-        *(b"inp_pos", struct.pack("<q", rows), struct.pack(f"<{rows}i", *positions)),
-    ]
+    return [*(b"sub_gf_out", shape, data), *(b"inp_pos", struct.pack("<q", rows), struct.pack(f"<{rows}i", *positions))]
 
 
 def rehearsal_rows(frames: Sequence[bytes], width: int, wanted: Sequence[bool], last: bool) -> list[bytes]:
@@ -5225,9 +5407,7 @@ class RehearsalRing:
             return
         start = [b"should_profile", b"\0", b"n_ctx", struct.pack("<I", self.setup.context)]
         if self._barrier(1, start)[1] != b"\0":
-            raise RehearsalError(
-                "the leader wants a device profile, which a rehearsal has not: start it with -lw"
-            )
+            raise RehearsalError("the leader wants a device profile, which a rehearsal has not: start it with -lw")
         padded = [*self.setup.windows, *[0] * (32 - self.setup.world)]
         answer = self._barrier(2, [b"n_layer_window", struct.pack("<32I", *padded)])
         self.windows = struct.unpack("<32I", answer[1])[: self.setup.world]
@@ -5239,9 +5419,7 @@ class RehearsalRing:
         if leader:
             self.onward.send_multipart(message)
         frames = self.inbox.recv_multipart()
-        expected = (
-            [b"ACK"] if leader else [part if at % 2 == 0 else len(part) for at, part in enumerate(message)]
-        )
+        expected = [b"ACK"] if leader else [part if at % 2 == 0 else len(part) for at, part in enumerate(message)]
         shape = [part if at % 2 == 0 else len(part) for at, part in enumerate(frames)]
         if shape[: len(expected)] != expected:
             raise RehearsalError(
@@ -5301,14 +5479,7 @@ class RehearsalRing:
 
         meta = [b"n_tokens", ints(count)]
         if slot is not None:
-            meta += [
-                b"pos",
-                ints(*positions),
-                b"n_seq_id",
-                ints(*[1] * count),
-                b"seq_id",
-                ints(*[slot] * count),
-            ]
+            meta += [b"pos", ints(*positions), b"n_seq_id", ints(*[1] * count), b"seq_id", ints(*[slot] * count)]
             meta += [b"logits", bytes(wanted)]
         self.onward.send_multipart([*meta, b"all_pos_0", ints(0), b"all_pos_1", ints(int(slot is None))])
         for start in range(0, count, self.setup.ubatch):
@@ -5477,12 +5648,7 @@ class RehearsalLeader:
         setup, idle = self.setup, RehearsalRequest(prompt="", prompt_tokens=0, limit=0)
         card = {"id": setup.name, "object": "model", "owned_by": "shardbox-rehearsal"}
         slots = [
-            {
-                "id": slot,
-                "state": int(at is not idle),
-                "prompt": at.prompt,
-                "next_token": {"n_decoded": at.made},
-            }
+            {"id": slot, "state": int(at is not idle), "prompt": at.prompt, "next_token": {"n_decoded": at.made}}
             for slot, at in enumerate(request or idle for request in self.busy)
         ]
         generation = {"n_ctx": self.slot_context, "model": setup.name}
@@ -5516,9 +5682,7 @@ def rehearsal_prompt(body: Mapping[str, Any], chat: bool) -> str:
     return " ".join(words)
 
 
-def rehearsal_reply(
-    request: RehearsalRequest, model: str, text: str, *, chat: bool, part: bool
-) -> dict[str, Any]:
+def rehearsal_reply(request: RehearsalRequest, model: str, text: str, *, chat: bool, part: bool) -> dict[str, Any]:
     """A whole reply, or one event of a stream, of which an empty text is the last.
 
     What is not a chat has llama.cpp's own form, on `/v1/completions` too, as in Prima's server.
@@ -5530,11 +5694,7 @@ def rehearsal_reply(
         counts = {"tokens_predicted": request.made, "tokens_evaluated": request.prompt_tokens}
         return reply | ends | counts if done else reply
     message = {"role": "assistant", "content": text} if text or not part else {}
-    choice = {
-        "index": 0,
-        "finish_reason": request.finish if done else None,
-        "delta" if part else "message": message,
-    }
+    choice = {"index": 0, "finish_reason": request.finish if done else None, "delta" if part else "message": message}
     kind = "chat.completion.chunk" if part else "chat.completion"
     base = {"id": f"chatcmpl-{id(request):x}", "object": kind, "created": int(time.time()), "model": model}
     return base | {"choices": [choice]}
@@ -5758,8 +5918,9 @@ class Links:
         self._targets[token] = target
         return f"http://{token}{path}"
 
-    async def call(self, target: tuple[str, str, int], method: str, path: str, body: Any = None,
-                   timeout_s: float = CALL_TIMEOUT_S) -> Any:  # fmt: skip
+    async def call(
+        self, target: tuple[str, str, int], method: str, path: str, body: Any = None, timeout_s: float = CALL_TIMEOUT_S
+    ) -> Any:
         """The JSON answer. Raises ShardboxError with the peer's own words, or why it cannot be asked."""
         try:
             async with asyncio.timeout(timeout_s):
@@ -5771,15 +5932,11 @@ class Links:
         except MeshCallError as error:
             raise error.error from None
         except (aiohttp.ClientError, OSError, ValueError) as error:
-            raise MeshError(
-                f"the connection broke ({error or type(error).__name__})", where=target[0]
-            ) from None
+            raise MeshError(f"the connection broke ({error or type(error).__name__})", where=target[0]) from None
         if status != 200:
             said = data.get("error") if isinstance(data, dict) else None
             what, hint = (said.get("what"), said.get("hint")) if isinstance(said, dict) else (None, None)
-            raise MeshError(
-                str(what or f"answered {status}"), kind="refused", where=target[0], hint=str(hint or "")
-            )
+            raise MeshError(str(what or f"answered {status}"), kind="refused", where=target[0], hint=str(hint or ""))
         return data
 
     async def close(self) -> None:
@@ -5817,8 +5974,15 @@ class Peer:
 class Peers:
     """Asks every node that a hint points at, and knows who is live."""
 
-    def __init__(self, *, name: str, links: Links, hints: Callable[[], Iterable[Hint]],
-                 hello: Callable[[], dict[str, str]], on_state: Callable[[Peer, dict[str, Any]], None]) -> None:  # fmt: skip
+    def __init__(
+        self,
+        *,
+        name: str,
+        links: Links,
+        hints: Callable[[], Iterable[Hint]],
+        hello: Callable[[], dict[str, str]],
+        on_state: Callable[[Peer, dict[str, Any]], None],
+    ) -> None:
         self.known: dict[str, Peer] = {}
         self.twin_error: str = ""
         self._name = name
@@ -5857,8 +6021,7 @@ class Peers:
             raise MeshError("never seen", where=name)
         return peer.target
 
-    async def call(self, name: str, method: str, path: str, body: Any = None,
-                   timeout_s: float = CALL_TIMEOUT_S) -> Any:  # fmt: skip
+    async def call(self, name: str, method: str, path: str, body: Any = None, timeout_s: float = CALL_TIMEOUT_S) -> Any:
         """Ask a node by name."""
         return await self._links.call(self.target(name), method, path, body, timeout_s)
 
@@ -5875,8 +6038,10 @@ class Peers:
 
     async def _ask(self, peer: Peer) -> None:
         """One question, at the address that answered last, else at each that we know."""
-        order = sorted(peer.hints.values(), key=lambda hint: (peer.target != (peer.name, hint.address, hint.port),
-                                                              hint.source != "static"))  # fmt: skip
+        order = sorted(
+            peer.hints.values(),
+            key=lambda hint: (peer.target != (peer.name, hint.address, hint.port), hint.source != "static"),
+        )
         problem: ShardboxError | None = None
         for hint in order:
             target = (peer.name, hint.address, hint.port)
@@ -5899,8 +6064,11 @@ class Peers:
             peer.facts_digest = ""
             raise MessageError("sent no facts", where=peer.name)
         if facts.protocol != PROTOCOL:
-            raise MeshError(f"speaks protocol {facts.protocol}, this box {PROTOCOL} (shardbox {facts.version})",
-                            kind="protocol", where=peer.name)  # fmt: skip
+            raise MeshError(
+                f"speaks protocol {facts.protocol}, this box {PROTOCOL} (shardbox {facts.version})",
+                kind="protocol",
+                where=peer.name,
+            )
         if peer.facts and facts.machine != peer.facts.machine and now - peer.last_seen <= LOST_S:
             peer.twin = f"two machines call themselves {peer.name}: {hint.address} is ignored"
             return
@@ -5954,10 +6122,19 @@ class RankRun:
 class RankHost:
     """Grants leases, starts engines with their wires, and stops them. All in the event loop but `open_service`."""
 
-    def __init__(self, *, config: Config, name: str, folder: str, spawner: Spawner, pool: Executor,
-                 facts: Callable[[], NodeFacts], dial: Callable[[str, str], SealedLink],
-                 bound_far: Callable[[str, str, str], Awaitable[None]],
-                 on_trouble: Callable[[RankRun, str], None]) -> None:  # fmt: skip
+    def __init__(
+        self,
+        *,
+        config: Config,
+        name: str,
+        folder: str,
+        spawner: Spawner,
+        pool: Executor,
+        facts: Callable[[], NodeFacts],
+        dial: Callable[[str, str], SealedLink],
+        bound_far: Callable[[str, str, str], Awaitable[None]],
+        on_trouble: Callable[[RankRun, str], None],
+    ) -> None:
         self.runs: dict[str, RankRun] = {}
         self.exits: collections.deque[str] = collections.deque(maxlen=8)
         self._config = config
@@ -5977,25 +6154,31 @@ class RankHost:
             raise PlanError(f"no rank under generation {generation} here", where=f"model {model}")
         return run
 
-    async def prepare(
-        self, plan: ModelPlan, generation: str, proposer: str, expect: Mapping[str, str]
-    ) -> None:
+    async def prepare(self, plan: ModelPlan, generation: str, proposer: str, expect: Mapping[str, str]) -> None:
         """Grant the lease for this node's rank after checking what only this node can check. Raises ShardboxError.
 
         `expect`: the leader's content hash ("root") and engine build ("commit"); "" is not compared."""
         model = self._config.model(plan.model)
         mine = plan.rank_of(self._name)
         if model is None or mine is None:
-            raise PlanError("not in this node's configuration" if model is None else "this node has no rank in it",
-                            where=f"model {plan.model}", hint="put the same shardbox.toml on every box")  # fmt: skip
+            raise PlanError(
+                "not in this node's configuration" if model is None else "this node has no rank in it",
+                where=f"model {plan.model}",
+                hint="put the same shardbox.toml on every box",
+            )
         if sum(rank.window for rank in plan.ranks) != plan.layers or plan.leader != proposer:
             raise PlanError("the proposed plan contradicts itself", where=f"model {plan.model}")
         held = self.runs.get(plan.model)
         if held and held.lease.proposer == proposer and held.lease.generation != generation:
             await self.release(plan.model, held.lease.generation, orderly=False)
             held = None
-        lease = grant(held.lease if held else None, model=plan.model, proposer=proposer, generation=generation,
-                      now=time.monotonic())  # fmt: skip
+        lease = grant(
+            held.lease if held else None,
+            model=plan.model,
+            proposer=proposer,
+            generation=generation,
+            now=time.monotonic(),
+        )
         if held and held.lease.generation == generation:
             held.lease = lease
             return
@@ -6004,8 +6187,14 @@ class RankHost:
         role = "leader" if mine.rank == 0 else "worker"
         copy = self._check_own(plan, role, expect)
         node = self._config.node(self._name)
-        wiring = wire_rank(plan, mine.rank, ports=node.ports, engine=node.engine, model=model,
-                           path=copy.path or os.path.join(self._config.folder, model.path))  # fmt: skip
+        wiring = wire_rank(
+            plan,
+            mine.rank,
+            ports=node.ports,
+            engine=node.engine,
+            model=model,
+            path=copy.path or os.path.join(self._config.folder, model.path),
+        )
         self.runs[plan.model] = RankRun(lease=lease, plan=plan, rank=mine.rank, wiring=wiring)
 
     def _check_own(self, plan: ModelPlan, role: str, expect: Mapping[str, str]) -> ModelFacts:
@@ -6017,23 +6206,27 @@ class RankHost:
         if binary.problem:
             raise EngineError(binary.problem, where=f"{self._name}: {role} binary", hint=binary.hint)
         if expect.get("commit") and binary.commit and binary.commit != expect["commit"]:
-            raise EngineError(f"built from commit {binary.commit}, the leader's from {expect['commit']}",
-                              where=f"{self._name}: {binary.path}",
-                              hint="engines of one ring must be one build: copy the same binaries to every box")  # fmt: skip
+            raise EngineError(
+                f"built from commit {binary.commit}, the leader's from {expect['commit']}",
+                where=f"{self._name}: {binary.path}",
+                hint="engines of one ring must be one build: copy the same binaries to every box",
+            )
         if copy.problem or not copy.root:
-            raise GgufError(copy.problem or "still being read", where=f"{self._name}: {copy.path or plan.model}",
-                            hint=copy.hint)  # fmt: skip
+            raise GgufError(
+                copy.problem or "still being read", where=f"{self._name}: {copy.path or plan.model}", hint=copy.hint
+            )
         if expect.get("root") and copy.root != expect["root"]:
-            raise GgufError(f"has other bytes than the leader's copy ({copy.root[:8]}, not {expect['root'][:8]})",
-                            where=f"{self._name}: {copy.path}", hint="copy the file again, from the leader")  # fmt: skip
+            raise GgufError(
+                f"has other bytes than the leader's copy ({copy.root[:8]}, not {expect['root'][:8]})",
+                where=f"{self._name}: {copy.path}",
+                hint="copy the file again, from the leader",
+            )
         return copy
 
     def renew(self, model: str, generation: str, proposer: str) -> RankRun:
         """Extend the lease. Raises PlanError when it is not the caller's."""
         run = self.get(model, generation)
-        run.lease = grant(
-            run.lease, model=model, proposer=proposer, generation=generation, now=time.monotonic()
-        )
+        run.lease = grant(run.lease, model=model, proposer=proposer, generation=generation, now=time.monotonic())
         return run
 
     async def launch(self, model: str, generation: str) -> None:
@@ -6044,8 +6237,9 @@ class RankHost:
         run.phase = "starting"
         await self._start_engine(run)
         assert run.engine is not None
-        threading.Thread(target=self._wait_exit, args=(run, asyncio.get_running_loop()), daemon=True,
-                         name=f"exit-{run.engine.pid}").start()  # fmt: skip
+        threading.Thread(
+            target=self._wait_exit, args=(run, asyncio.get_running_loop()), daemon=True, name=f"exit-{run.engine.pid}"
+        ).start()
         create = asyncio.get_running_loop().create_task
         run.tasks.append(create(self._watch_bound(run)))
         for node in sorted({route.node for route in run.wiring.routes}):
@@ -6057,8 +6251,11 @@ class RankHost:
         problem = self._facts().isolation
         isolate = node.engine.isolate != "never" and not problem
         if node.engine.isolate == "always" and problem:
-            raise EngineError(f"engines must be closed in, but cannot be: {problem}", where=self._name,
-                              hint='mend that, or set isolate = "auto"')  # fmt: skip
+            raise EngineError(
+                f"engines must be closed in, but cannot be: {problem}",
+                where=self._name,
+                hint='mend that, or set isolate = "auto"',
+            )
         run.isolation_problem = problem if node.engine.isolate == "auto" else ""
         if not isolate:
             await loop.run_in_executor(self._pool, check_ports_free, run.wiring)
@@ -6085,8 +6282,9 @@ class RankHost:
         node, extra = self._config.node(self._name), {}
         if self._config.engine.kind == "rehearsal":
             shape = run.plan.shape
-            extra["SHARDBOX_REHEARSE"] = json.dumps({"layers": shape.layers, "width": shape.width,
-                                                     "vocab": shape.vocab, "name": run.plan.model})  # fmt: skip
+            extra["SHARDBOX_REHEARSE"] = json.dumps(
+                {"layers": shape.layers, "width": shape.width, "vocab": shape.vocab, "name": run.plan.model}
+            )
             argv = [*self_command(), "rehearse", ENGINE_NAMES[run.wiring.role]]
         else:
             argv = [self._facts().binary(run.wiring.role).path]
@@ -6141,10 +6339,21 @@ class RankHost:
             if route.node == node and run.engine is not None and not run.exited.is_set():
                 listener = await loop.run_in_executor(self._pool, run.engine.listen, route.port)
                 stats = WireStats()
-                service = "/".join((route.kind, urllib.parse.quote(run.plan.model, safe=""), run.lease.generation,
-                                    str(run.rank), str(route.rank)))  # fmt: skip
-                wire = Wire(listener=listener, dial=functools.partial(self._dial, node, service), stats=stats,
-                            on_trouble=functools.partial(self._on_wire, loop, run, route))  # fmt: skip
+                service = "/".join(
+                    (
+                        route.kind,
+                        urllib.parse.quote(run.plan.model, safe=""),
+                        run.lease.generation,
+                        str(run.rank),
+                        str(route.rank),
+                    )
+                )
+                wire = Wire(
+                    listener=listener,
+                    dial=functools.partial(self._dial, node, service),
+                    stats=stats,
+                    on_trouble=functools.partial(self._on_wire, loop, run, route),
+                )
                 run.wires.append((route, wire, stats))
 
     def _on_wire(self, loop: asyncio.AbstractEventLoop, run: RankRun, route: Route, reason: str) -> None:
@@ -6160,12 +6369,7 @@ class RankHost:
         parts = rest.split("/")
         if kind not in ("data", "signal") or len(parts) != 4 or not (parts[2] + parts[3]).isdigit():
             raise MeshError("no such service", kind="refused")
-        model, generation, source, target = (
-            urllib.parse.unquote(parts[0]),
-            parts[1],
-            int(parts[2]),
-            int(parts[3]),
-        )
+        model, generation, source, target = (urllib.parse.unquote(parts[0]), parts[1], int(parts[2]), int(parts[3]))
         run = self.runs.get(model)
         if run is None or run.lease.generation != generation or run.engine is None or run.exited.is_set():
             raise MeshError("no rank under this generation", kind="refused")
@@ -6214,7 +6418,9 @@ class RankHost:
         await run.session.close()
         assert run.engine is not None
         engine, port = run.engine, run.wiring.http_port
-        async with aiohttp.ClientSession(connector=DialConnector(lambda host: engine.connect(port, 1.0), self._pool)) as session:
+        async with aiohttp.ClientSession(
+            connector=DialConnector(lambda host: engine.connect(port, 1.0), self._pool)
+        ) as session:
             deadline = time.monotonic() + TERM_S
             while time.monotonic() < deadline and not run.exited.is_set():
                 with contextlib.suppress(aiohttp.ClientError, OSError, ValueError, TimeoutError):
@@ -6236,37 +6442,58 @@ class RankHost:
         now = time.monotonic()
         for model, run in list(self.runs.items()):
             if run.lease.expires < now and run.phase != "stopping":
-                log.warning("model %s: nothing heard from %s for %.0f s: this rank stops", model,
-                            run.lease.proposer, LEASE_S)  # fmt: skip
+                log.warning(
+                    "model %s: nothing heard from %s for %.0f s: this rank stops", model, run.lease.proposer, LEASE_S
+                )
                 await self.release(model, run.lease.generation, orderly=False)
 
     async def close(self) -> None:
         """Stop everything that runs here."""
-        await asyncio.gather(*(self.release(model, run.lease.generation, orderly=False)
-                               for model, run in list(self.runs.items())))  # fmt: skip
+        await asyncio.gather(
+            *(self.release(model, run.lease.generation, orderly=False) for model, run in list(self.runs.items()))
+        )
 
     def view(self, run: RankRun) -> RankView:
         """This rank for `status`, measured now."""
         usage = (
-            run.engine.usage()
-            if run.engine and run.exit_code is None
-            else Usage(cpu_s=0.0, read_bytes=0, rss_bytes=0)
+            run.engine.usage() if run.engine and run.exit_code is None else Usage(cpu_s=0.0, read_bytes=0, rss_bytes=0)
         )
-        wires = [WireView(kind=route.kind, rank=route.rank, node=route.node, open=stats.connections,
-                          sent_bytes=stats.sent_bytes, received_bytes=stats.received_bytes)
-                 for route, _, stats in run.wires]  # fmt: skip
+        wires = [
+            WireView(
+                kind=route.kind,
+                rank=route.rank,
+                node=route.node,
+                open=stats.connections,
+                sent_bytes=stats.sent_bytes,
+                received_bytes=stats.received_bytes,
+            )
+            for route, _, stats in run.wires
+        ]
         return RankView(
-            model=run.plan.model, generation=run.lease.generation, rank=run.rank, node=self._name, phase=run.phase,
-            layers=run.plan.ranks[run.rank].window, pid=run.engine.pid if run.engine else 0,
-            isolated=bool(run.engine and run.engine.isolated), isolation_problem=run.isolation_problem,
-            cpu_s=usage.cpu_s, read_bytes=usage.read_bytes, rss_bytes=usage.rss_bytes, exit_code=run.exit_code,
-            problem=run.problem, wires=tuple(wires),
-        )  # fmt: skip
+            model=run.plan.model,
+            generation=run.lease.generation,
+            rank=run.rank,
+            node=self._name,
+            phase=run.phase,
+            layers=run.plan.ranks[run.rank].window,
+            pid=run.engine.pid if run.engine else 0,
+            isolated=bool(run.engine and run.engine.isolated),
+            isolation_problem=run.isolation_problem,
+            cpu_s=usage.cpu_s,
+            read_bytes=usage.read_bytes,
+            rss_bytes=usage.rss_bytes,
+            exit_code=run.exit_code,
+            problem=run.problem,
+            wires=tuple(wires),
+        )
 
     def _record(self) -> None:
         """Write down which engines run, so that the next `up` can stop what this one may leave."""
-        running = [{"pid": run.engine.pid, "identity": process_identity(run.engine.pid)}
-                   for run in self.runs.values() if run.engine and not run.exited.is_set()]  # fmt: skip
+        running = [
+            {"pid": run.engine.pid, "identity": process_identity(run.engine.pid)}
+            for run in self.runs.values()
+            if run.engine and not run.exited.is_set()
+        ]
         try:
             write_atomic(os.path.join(self._folder, "engines.json"), json.dumps(running).encode())
         except OSError as error:
@@ -6279,15 +6506,27 @@ ENGINE_NAMES = {"leader": "llama-server", "worker": "llama-cli"}
 class Rings:
     """The rings that this node leads or would lead. Turns effects into calls, and what comes of them into events."""
 
-    def __init__(self, *, config: Config, name: str, host: RankHost, facts: Callable[[], NodeFacts],
-                 call: Callable[..., Awaitable[Any]], on_change: Callable[[Ring], None]) -> None:  # fmt: skip
+    def __init__(
+        self,
+        *,
+        config: Config,
+        name: str,
+        host: RankHost,
+        facts: Callable[[], NodeFacts],
+        call: Callable[..., Awaitable[Any]],
+        on_change: Callable[[Ring], None],
+    ) -> None:
         now = time.monotonic()
         self.rings = {
-            model.name: Ring(model=model.name, since=now, wanted=model.autostart,
-                             phase=Phase.WAITING if model.autostart else Phase.STOPPED,
-                             reason="starting" if model.autostart else "autostart is off")
+            model.name: Ring(
+                model=model.name,
+                since=now,
+                wanted=model.autostart,
+                phase=Phase.WAITING if model.autostart else Phase.STOPPED,
+                reason="starting" if model.autostart else "autostart is off",
+            )
             for model in config.models
-        }  # fmt: skip
+        }
         self.in_flight: dict[str, int] = {}
         self.tokens_per_s: dict[str, float] = {}
         self.answered_at: dict[str, float] = {}  # when the last byte of an answer came, by model
@@ -6314,8 +6553,9 @@ class Rings:
             self._run(model, effect)
 
     def _run(self, model: str, effect: Effect) -> None:
-        handler = {"prepare": self._prepare, "launch": self._launch, "probe": self._probe,
-                   "teardown": self._teardown}[effect.kind]  # fmt: skip
+        handler = {"prepare": self._prepare, "launch": self._launch, "probe": self._probe, "teardown": self._teardown}[
+            effect.kind
+        ]
         tasks = self._tasks.setdefault(model, set())
         if effect.kind == "teardown":
             for task in tasks:
@@ -6432,7 +6672,9 @@ class Rings:
             if sign != last_sign or not self.in_flight.get(model) or self.rings[model].phase != Phase.SERVING:
                 moved_at, last_sign = now, sign
             if now - moved_at > STALL_S:
-                raise EngineError(f"stalled: a request is in flight, but nothing moved and no rank computed for {STALL_S:.0f} s")
+                raise EngineError(
+                    f"stalled: a request is in flight, but nothing moved and no rank computed for {STALL_S:.0f} s"
+                )
             await asyncio.sleep(WATCH_S)
 
     def _sign_of_life(self, model: str, views: Mapping[str, RankView]) -> str:
@@ -6442,8 +6684,9 @@ class Rings:
         disk = sum(view.read_bytes for view in views.values())
         return f"{moved}/{cpu}/{disk}/{self.answered_at.get(model, 0.0)}"
 
-    async def _look(self, rank: RankPlan, effect: Effect, views: dict[str, RankView],
-                    silent_since: dict[str, float]) -> None:  # fmt: skip
+    async def _look(
+        self, rank: RankPlan, effect: Effect, views: dict[str, RankView], silent_since: dict[str, float]
+    ) -> None:
         """One rank's view, renewing its lease. Raises ShardboxError when the rank is lost or has ended."""
         now, model = time.monotonic(), effect.plan.model
         try:
@@ -6467,8 +6710,11 @@ class Rings:
         ring, views = self.rings[model], self.ranks.get(model, {})
         if ring.plan is None:
             return ""
-        late = [f"rank {rank.rank} ({rank.node}) is {views[rank.node].phase if rank.node in views else 'silent'}"
-                for rank in ring.plan.ranks if rank.node not in views or views[rank.node].phase != "bound"]  # fmt: skip
+        late = [
+            f"rank {rank.rank} ({rank.node}) is {views[rank.node].phase if rank.node in views else 'silent'}"
+            for rank in ring.plan.ranks
+            if rank.node not in views or views[rank.node].phase != "bound"
+        ]
         return ", ".join(late) or "every engine runs, but the model is not loaded"
 
     async def close(self) -> None:
@@ -6501,14 +6747,33 @@ class Node:
         self.links = Links(self.mesh, self.pool)
         self.surveyor = Surveyor(config, name, folder)
         self.facts = self.surveyor.survey(own_bytes=0)
-        self.discovery = Discovery(cluster=config.cluster.name, node=name, machine=self.facts.machine,
-                                   port=config.node(name).ports.mesh, on_change=self._on_hints)  # fmt: skip
+        self.discovery = Discovery(
+            cluster=config.cluster.name,
+            node=name,
+            machine=self.facts.machine,
+            port=config.node(name).ports.mesh,
+            on_change=self._on_hints,
+        )
         self.peers = Peers(name=name, links=self.links, hints=self._hints, hello=self._hello, on_state=self._on_state)
-        self.host = RankHost(config=config, name=name, folder=folder, spawner=spawner, pool=self.pool,
-                             facts=lambda: self.facts, dial=self._dial, bound_far=self._bound_far,
-                             on_trouble=self._on_trouble)  # fmt: skip
-        self.rings = Rings(config=config, name=name, host=self.host, facts=lambda: self.facts,
-                           call=self.peers.call, on_change=self._tell_news)
+        self.host = RankHost(
+            config=config,
+            name=name,
+            folder=folder,
+            spawner=spawner,
+            pool=self.pool,
+            facts=lambda: self.facts,
+            dial=self._dial,
+            bound_far=self._bound_far,
+            on_trouble=self._on_trouble,
+        )
+        self.rings = Rings(
+            config=config,
+            name=name,
+            host=self.host,
+            facts=lambda: self.facts,
+            call=self.peers.call,
+            on_change=self._tell_news,
+        )
         self.control: Any = None  # makes a protocol for a peer's connection; set by start_services()
         self.callers: dict[int, str] = {}  # descriptor of a mesh connection's local end -> who is there
         self._unanswered: dict[str, float] = {}
@@ -6579,13 +6844,19 @@ class Node:
         if caller != self.name or machine == self.facts.machine:
             return
         if uptime_s <= time.monotonic() - self.started:
-            raise UsageError(f"another box (machine {self.facts.machine[:8]}) already is node {self.name}",
-                             hint="give this one another name: --node NAME, SHARDBOX_NODE or its hostname")  # fmt: skip
+            raise UsageError(
+                f"another box (machine {self.facts.machine[:8]}) already is node {self.name}",
+                hint="give this one another name: --node NAME, SHARDBOX_NODE or its hostname",
+            )
         self._fail_as_twin(machine)
 
     def _fail_as_twin(self, machine: str) -> None:
-        self.fail(UsageError(f"another box (machine {machine[:8]}) already is node {self.name}",
-                             hint="give this one another name: --node NAME, SHARDBOX_NODE or its hostname"))  # fmt: skip
+        self.fail(
+            UsageError(
+                f"another box (machine {machine[:8]}) already is node {self.name}",
+                hint="give this one another name: --node NAME, SHARDBOX_NODE or its hostname",
+            )
+        )
 
     def fail(self, error: ShardboxError) -> None:
         """End this node with an error for its operator."""
@@ -6601,8 +6872,13 @@ class Node:
         if peer.name not in self._seen:
             self._seen.add(peer.name)
             self._newest_peer = time.monotonic()
-            log.info("found %s at %s (%s, %.1f ms)", peer.name, peer.target[1] if peer.target else "?", peer.source,
-                     peer.rtt_ms)  # fmt: skip
+            log.info(
+                "found %s at %s (%s, %.1f ms)",
+                peer.name,
+                peer.target[1] if peer.target else "?",
+                peer.source,
+                peer.rtt_ms,
+            )
         for model, value in (state.get("desired") or {}).items():
             if isinstance(value, list) and len(value) == 3:
                 self.want(model, bool(value[2]), counter=int(value[0]), node=str(value[1]))
@@ -6636,7 +6912,9 @@ class Node:
 
     def plans(self) -> dict[str, ModelPlan | PlanError]:
         """Today's plans from live facts; rings that run keep what they have. Cached while nothing changes."""
-        placed = {name: ring.plan for name, ring in self.rings.rings.items() if ring.plan and ring.phase in Phase.ACTIVE}
+        placed = {
+            name: ring.plan for name, ring in self.rings.rings.items() if ring.plan and ring.phase in Phase.ACTIVE
+        }
         facts = self.all_facts()
         key = digest([[to_json(node) for node in facts], sorted(placed)])
         if key != self._plans_key:
@@ -6687,7 +6965,10 @@ class Node:
             for rank in plan.ranks:
                 copy = facts[rank.node].model(model)
                 if not copy.root:
-                    return None, f"{rank.node} is reading the model ({100 * copy.hashed_bytes // max(1, copy.size_bytes)} %)"
+                    return (
+                        None,
+                        f"{rank.node} is reading the model ({100 * copy.hashed_bytes // max(1, copy.size_bytes)} %)",
+                    )
         if plan.leader != self.name:
             return None, f"{plan.leader} is to lead it"
         return plan, ""
@@ -6736,24 +7017,42 @@ class Node:
         waiting = ring.phase in (Phase.WAITING, Phase.BACKOFF) and now - since > patience
         plan = ring.plan
         return ModelView(
-            model=name, phase=ring.phase, reason=ring.reason, generation=ring.generation,
-            leader=plan.leader if plan else "", world=plan.world if plan else 0,
-            alive=sum(view.exit_code is None and view.pid > 0 or view.exit_code == 0 for view in views.values()),
-            seconds=now - ring.since, overdue=waiting or ring.phase == Phase.FAILED, restarts=len(ring.restarts),
-            in_flight=self.rings.in_flight.get(name, 0), tokens_per_s=self.rings.tokens_per_s.get(name, 0.0),
+            model=name,
+            phase=ring.phase,
+            reason=ring.reason,
+            generation=ring.generation,
+            leader=plan.leader if plan else "",
+            world=plan.world if plan else 0,
+            alive=sum((view.exit_code is None and view.pid > 0) or view.exit_code == 0 for view in views.values()),
+            seconds=now - ring.since,
+            overdue=waiting or ring.phase == Phase.FAILED,
+            restarts=len(ring.restarts),
+            in_flight=self.rings.in_flight.get(name, 0),
+            tokens_per_s=self.rings.tokens_per_s.get(name, 0.0),
             windows=tuple(rank.window for rank in plan.ranks) if plan else (),
             nodes=tuple(rank.node for rank in plan.ranks) if plan else (),
             ranks=tuple(views[rank.node] for rank in plan.ranks if rank.node in views) if plan else (),
-            last_trouble=ring.last_trouble, plan_reason=plan.reason if plan else "",
-        )  # fmt: skip
+            last_trouble=ring.last_trouble,
+            plan_reason=plan.reason if plan else "",
+        )
 
     def best_view(self, name: str) -> ModelView:
         """One model as its leader tells it, else as this node knows it."""
         own = self.model_view(name)
         if own.phase in (*Phase.ACTIVE, Phase.STOPPING, Phase.STOPPED):
             return own
-        others = [view for peer in self.peers.live() for view in peer.models if view.model == name and peer.name != self.name]
-        order = (Phase.SERVING, Phase.PROBING, Phase.LOADING, Phase.PREPARING, Phase.STOPPING, Phase.FAILED, Phase.BACKOFF)
+        others = [
+            view for peer in self.peers.live() for view in peer.models if view.model == name and peer.name != self.name
+        ]
+        order = (
+            Phase.SERVING,
+            Phase.PROBING,
+            Phase.LOADING,
+            Phase.PREPARING,
+            Phase.STOPPING,
+            Phase.FAILED,
+            Phase.BACKOFF,
+        )
         for phase in order:
             for view in others:
                 if view.phase == phase:
@@ -6763,10 +7062,18 @@ class Node:
     def peer_views(self) -> list[PeerView]:
         """Every node that this one knows of, with what is wrong with it."""
         now, me = time.monotonic(), self.facts
-        own = PeerView(name=self.name, state="self", source="self", version=VERSION, config_hash=self.config.hash,
-                       address=", ".join(a.address for a in me.addresses), gpus=len(me.gpus), cores=me.cores,
-                       memory_bytes=me.memory.available_bytes,
-                       detail="; ".join(a.note for a in me.addresses if a.note))  # fmt: skip
+        own = PeerView(
+            name=self.name,
+            state="self",
+            source="self",
+            version=VERSION,
+            config_hash=self.config.hash,
+            address=", ".join(a.address for a in me.addresses),
+            gpus=len(me.gpus),
+            cores=me.cores,
+            memory_bytes=me.memory.available_bytes,
+            detail="; ".join(a.note for a in me.addresses if a.note),
+        )
         views, live = [own], {peer.name for peer in self.peers.live()}
         for peer in self.peers.known.values():
             if peer.name != self.name:
@@ -6775,15 +7082,33 @@ class Node:
                 views.append(PeerView(name=peer.name, state="refused", detail="another box with this node's name"))
         for hint in self.discovery.hints.values():
             if hint.cluster != self.config.cluster.name:
-                views.append(PeerView(name=hint.node, state="foreign", address=hint.address, source="mdns",
-                                      version=hint.version, detail=f"belongs to cluster {hint.cluster!r}"))  # fmt: skip
+                views.append(
+                    PeerView(
+                        name=hint.node,
+                        state="foreign",
+                        address=hint.address,
+                        source="mdns",
+                        version=hint.version,
+                        detail=f"belongs to cluster {hint.cluster!r}",
+                    )
+                )
             elif hint.protocol != PROTOCOL:
-                views.append(PeerView(name=hint.node, state="refused", address=hint.address, source="mdns",
-                                      version=hint.version,
-                                      detail=f"speaks protocol {hint.protocol}, this box {PROTOCOL}"))  # fmt: skip
+                views.append(
+                    PeerView(
+                        name=hint.node,
+                        state="refused",
+                        address=hint.address,
+                        source="mdns",
+                        version=hint.version,
+                        detail=f"speaks protocol {hint.protocol}, this box {PROTOCOL}",
+                    )
+                )
         named = {view.name for view in views}
-        views += [PeerView(name=node.name, state="missing", detail="in [[nodes]], never seen")
-                  for node in self.config.nodes if node.name not in named]  # fmt: skip
+        views += [
+            PeerView(name=node.name, state="missing", detail="in [[nodes]], never seen")
+            for node in self.config.nodes
+            if node.name not in named
+        ]
         return sorted(views, key=lambda view: (view.state != "self", view.name))
 
     def _peer_view(self, peer: Peer, live: bool, now: float) -> PeerView:
@@ -6796,12 +7121,19 @@ class Node:
         if live and facts and facts.config_hash != self.config.hash:
             detail = detail or "its shardbox.toml differs from this one"
         return PeerView(
-            name=peer.name, state=state, address=peer.target[1] if peer.target else hint.address if hint else "",
-            source=peer.source or (hint.source if hint else ""), detail=detail, rtt_ms=peer.rtt_ms if live else 0.0,
-            silent_s=now - peer.last_seen if peer.last_seen else 0.0, version=facts.version if facts else "",
-            config_hash=facts.config_hash if facts else "", cores=facts.cores if facts else 0,
-            memory_bytes=facts.memory.available_bytes if facts else 0, gpus=len(facts.gpus) if facts else 0,
-        )  # fmt: skip
+            name=peer.name,
+            state=state,
+            address=peer.target[1] if peer.target else hint.address if hint else "",
+            source=peer.source or (hint.source if hint else ""),
+            detail=detail,
+            rtt_ms=peer.rtt_ms if live else 0.0,
+            silent_s=now - peer.last_seen if peer.last_seen else 0.0,
+            version=facts.version if facts else "",
+            config_hash=facts.config_hash if facts else "",
+            cores=facts.cores if facts else 0,
+            memory_bytes=facts.memory.available_bytes if facts else 0,
+            gpus=len(facts.gpus) if facts else 0,
+        )
 
     def snapshot(self) -> Snapshot:
         """Everything that `status` shows."""
@@ -6811,15 +7143,30 @@ class Node:
         differing = [view.name for view in peers if view.config_hash and view.config_hash != self.config.hash]
         if differing:
             warnings.append(f"shardbox.toml differs on {', '.join(differing)}")
-        opened = sorted({f"{rank.node}: {rank.isolation_problem}" for view in models for rank in view.ranks
-                         if rank.isolation_problem})  # fmt: skip
+        opened = sorted(
+            {
+                f"{rank.node}: {rank.isolation_problem}"
+                for view in models
+                for rank in view.ranks
+                if rank.isolation_problem
+            }
+        )
         warnings += [f"the engine's ports are open on {text}" for text in opened]
         api = f"http://{self.config.api.bind}:{self.config.node(self.name).ports.api}/v1"
         return Snapshot(
-            cluster=self.config.cluster.name, node=self.name, version=VERSION, engine_kind=self.config.engine.kind,
-            demo=self.demo, seconds_up=time.monotonic() - self.started, api=api, peers=tuple(peers), models=models,
-            warnings=tuple(warnings), exits=tuple(self.host.exits), refusals=dict(self.mesh.refusals),
-        )  # fmt: skip
+            cluster=self.config.cluster.name,
+            node=self.name,
+            version=VERSION,
+            engine_kind=self.config.engine.kind,
+            demo=self.demo,
+            seconds_up=time.monotonic() - self.started,
+            api=api,
+            peers=tuple(peers),
+            models=models,
+            warnings=tuple(warnings),
+            exits=tuple(self.host.exits),
+            refusals=dict(self.mesh.refusals),
+        )
 
     # --- running -------------------------------------------------------------------------------------
 
@@ -6835,8 +7182,11 @@ class Node:
             try:
                 self.mesh.listen(address, port)
             except OSError as error:
-                raise UsageError(f"cannot listen on {address}:{port}: {error.strerror}", where="ports.mesh",
-                                 hint=port_owner_hint(port)) from None  # fmt: skip
+                raise UsageError(
+                    f"cannot listen on {address}:{port}: {error.strerror}",
+                    where="ports.mesh",
+                    hint=port_owner_hint(port),
+                ) from None
         services = await start_services(self)
         self.peers.refresh()
         background = [asyncio.create_task(loop()) for loop in (self._tick_loop, self._survey_loop, self._announce_loop)]
@@ -6932,8 +7282,9 @@ async def start_services(node: Node) -> list[Callable[[], Awaitable[None]]]:
     try:
         await web.TCPSite(endpoint, bind, port).start()
     except OSError as error:
-        raise UsageError(f"cannot listen on {bind}:{port}: {error.strerror}", where="ports.api",
-                         hint=port_owner_hint(port)) from None  # fmt: skip
+        raise UsageError(
+            f"cannot listen on {bind}:{port}: {error.strerror}", where="ports.api", hint=port_owner_hint(port)
+        ) from None
     closers.append(await start_status_service(node))
     return closers
 
@@ -6987,11 +7338,17 @@ def peer_app(node: Node) -> web.Application:
         facts = to_json(node.facts)
         known = digest(facts)
         views = [view for view in (node.model_view(model.name) for model in node.config.models)]
-        return web.json_response({
-            "facts": None if query.get("have") == known else facts, "digest": known,
-            "uptime": time.monotonic() - node.started, "wall": time.time(), "desired": node.desired,
-            "models": to_json(views), "ranks": [to_json(host.view(run)) for run in host.runs.values()],
-        })  # fmt: skip
+        return web.json_response(
+            {
+                "facts": None if query.get("have") == known else facts,
+                "digest": known,
+                "uptime": time.monotonic() - node.started,
+                "wall": time.time(),
+                "desired": node.desired,
+                "models": to_json(views),
+                "ranks": [to_json(host.view(run)) for run in host.runs.values()],
+            }
+        )
 
     async def prepare(request: web.Request) -> web.StreamResponse:
         data = await message(request, "generation")
@@ -7044,17 +7401,29 @@ def peer_app(node: Node) -> web.Application:
         return web.json_response(to_json(await reach_all(node, caller(request))))
 
     async def logs(request: web.Request) -> web.StreamResponse:
-        return web.json_response(read_logs(node, request.query.get("model", ""), int(request.query.get("lines", "100"))))
+        return web.json_response(
+            read_logs(node, request.query.get("model", ""), int(request.query.get("lines", "100")))
+        )
 
     async def api(request: web.Request) -> web.StreamResponse:
         return await answer_here(node, request, "/" + request.match_info["path"])
 
-    app.add_routes([
-        web.get("/peer/state", state), web.post("/peer/prepare", prepare), web.post("/peer/launch", launch),
-        web.post("/peer/lease", lease), web.post("/peer/release", release), web.get("/peer/bound", bound),
-        web.post("/peer/trouble", trouble), web.post("/peer/down", down), web.get("/peer/pairs", pairs),
-        web.get("/peer/logs", logs), web.post("/peer/news", news), web.post("/peer/api/{path:.+}", api),
-    ])  # fmt: skip
+    app.add_routes(
+        [
+            web.get("/peer/state", state),
+            web.post("/peer/prepare", prepare),
+            web.post("/peer/launch", launch),
+            web.post("/peer/lease", lease),
+            web.post("/peer/release", release),
+            web.get("/peer/bound", bound),
+            web.post("/peer/trouble", trouble),
+            web.post("/peer/down", down),
+            web.get("/peer/pairs", pairs),
+            web.get("/peer/logs", logs),
+            web.post("/peer/news", news),
+            web.post("/peer/api/{path:.+}", api),
+        ]
+    )
     return app
 
 
@@ -7085,8 +7454,13 @@ async def reach_all(node: Node, asked_by: str) -> list[Reach]:
 
     async def reach(name: str, hints: list[Hint]) -> Reach:
         if not hints:
-            return Reach(source=node.name, target=name, address="-", problem="not discovered",
-                         hint="is it up? give its `address` in [[nodes]] where multicast is blocked")  # fmt: skip
+            return Reach(
+                source=node.name,
+                target=name,
+                address="-",
+                problem="not discovered",
+                hint="is it up? give its `address` in [[nodes]] where multicast is blocked",
+            )
         best = Reach(source=node.name, target=name, address="-")
         for hint in hints:
             started = time.monotonic()
@@ -7095,12 +7469,21 @@ async def reach_all(node: Node, asked_by: str) -> list[Reach]:
                     node.pool, node.mesh.dial, hint.address, hint.port, name, "control", CALL_TIMEOUT_S
                 )
             except MeshError as error:
-                best = Reach(source=node.name, target=name, address=f"{hint.address}:{hint.port}",
-                             problem=error.what, hint=error.hint or mesh_hint(error.kind, hint.port))  # fmt: skip
+                best = Reach(
+                    source=node.name,
+                    target=name,
+                    address=f"{hint.address}:{hint.port}",
+                    problem=error.what,
+                    hint=error.hint or mesh_hint(error.kind, hint.port),
+                )
                 continue
             link.close()
-            return Reach(source=node.name, target=name, address=f"{hint.address}:{hint.port}",
-                         rtt_ms=(time.monotonic() - started) * 1000)  # fmt: skip
+            return Reach(
+                source=node.name,
+                target=name,
+                address=f"{hint.address}:{hint.port}",
+                rtt_ms=(time.monotonic() - started) * 1000,
+            )
         return best
 
     return list(await asyncio.gather(*(reach(name, hints) for name, hints in sorted(targets.items()))))
@@ -7157,8 +7540,10 @@ def owner_app(node: Node) -> web.Application:
         data = await message(request, "model")
         model = node.config.model(data["model"])
         if model is None:
-            raise UsageError(f"no model {data['model']!r}",
-                             hint="there are: " + (", ".join(m.name for m in node.config.models) or "none"))  # fmt: skip
+            raise UsageError(
+                f"no model {data['model']!r}",
+                hint="there are: " + (", ".join(m.name for m in node.config.models) or "none"),
+            )
         node.want(model.name, bool(data.get("wanted")))
         return web.json_response({"model": model.name})
 
@@ -7190,13 +7575,26 @@ def owner_app(node: Node) -> web.Application:
             except ShardboxError as error:
                 reaches.append(Reach(source=peer.name, target="-", address="-", problem=error.what, hint=error.hint))
         skew = {peer.name: peer.wall_skew_s for peer in node.peers.live()}
-        return web.json_response({"pairs": to_json(reaches), "clock_skew_s": skew, "hash": node.config.hash,
-                                  "facts": to_json(node.all_facts()), "discovery": node.discovery.problem})  # fmt: skip
+        return web.json_response(
+            {
+                "pairs": to_json(reaches),
+                "clock_skew_s": skew,
+                "hash": node.config.hash,
+                "facts": to_json(node.all_facts()),
+                "discovery": node.discovery.problem,
+            }
+        )
 
-    app.add_routes([
-        web.post("/down", down), web.post("/want", want), web.get("/snapshot", snapshot), web.get("/facts", facts),
-        web.get("/logs", logs), web.get("/check", check),
-    ])  # fmt: skip
+    app.add_routes(
+        [
+            web.post("/down", down),
+            web.post("/want", want),
+            web.get("/snapshot", snapshot),
+            web.get("/facts", facts),
+            web.get("/logs", logs),
+            web.get("/check", check),
+        ]
+    )
     return app
 
 
@@ -7231,8 +7629,10 @@ async def start_status_service(node: Node) -> Callable[[], Awaitable[None]]:
         sock.bind(address)
     except OSError as error:
         sock.close()
-        raise UsageError(f"another process serves the status of node {node.name}: {error.strerror}",
-                         hint="is a second shardbox up on this box? `shardbox down` ends it") from None  # fmt: skip
+        raise UsageError(
+            f"another process serves the status of node {node.name}: {error.strerror}",
+            hint="is a second shardbox up on this box? `shardbox down` ends it",
+        ) from None
     if not address.startswith("\0"):
         os.chmod(address, 0o666)
     server = await asyncio.start_unix_server(serve, sock=sock)
@@ -7249,8 +7649,13 @@ async def start_status_service(node: Node) -> Callable[[], Awaitable[None]]:
 # --- the OpenAI endpoint ----------------------------------------------------------------------------------
 
 
-def api_error(status: int, text: str, kind: str = "invalid_request_error", code: str | None = None,
-              headers: Mapping[str, str] | None = None) -> web.Response:  # fmt: skip
+def api_error(
+    status: int,
+    text: str,
+    kind: str = "invalid_request_error",
+    code: str | None = None,
+    headers: Mapping[str, str] | None = None,
+) -> web.Response:
     """An error in OpenAI's shape."""
     body = {"error": {"message": text, "type": kind, "param": None, "code": code}}
     return web.json_response(body, status=status, headers=headers)
@@ -7281,9 +7686,17 @@ def endpoint_app(node: Node) -> web.Application:
             return api_error(500, "a bug in shardbox: its log has the traceback", kind="server_error")
 
     async def models(request: web.Request) -> web.StreamResponse:
-        data = [{"id": model.name, "object": "model", "created": 0, "owned_by": node.config.cluster.name,
-                 "aliases": list(model.aliases), "status": node.best_view(model.name).phase}
-                for model in node.config.models]  # fmt: skip
+        data = [
+            {
+                "id": model.name,
+                "object": "model",
+                "created": 0,
+                "owned_by": node.config.cluster.name,
+                "aliases": list(model.aliases),
+                "status": node.best_view(model.name).phase,
+            }
+            for model in node.config.models
+        ]
         return web.json_response({"object": "list", "data": data})
 
     async def health(request: web.Request) -> web.StreamResponse:
@@ -7296,10 +7709,15 @@ def endpoint_app(node: Node) -> web.Application:
         return await answer_anywhere(node, request, request.path)
 
     app = web.Application(client_max_size=MAX_BODY_BYTES, middlewares=[guard])
-    app.add_routes([
-        web.get("/v1/models", models), web.get("/health", health), web.post("/v1/chat/completions", generate),
-        web.post("/v1/completions", generate), web.post("/v1/embeddings", generate),
-    ])  # fmt: skip
+    app.add_routes(
+        [
+            web.get("/v1/models", models),
+            web.get("/health", health),
+            web.post("/v1/chat/completions", generate),
+            web.post("/v1/completions", generate),
+            web.post("/v1/embeddings", generate),
+        ]
+    )
     return app
 
 
@@ -7343,8 +7761,11 @@ async def read_request(node: Node, request: web.Request) -> tuple[ModelConfig, d
         return model
     embed = request.path.endswith("/embeddings")
     if embed and not model.embeddings:
-        return api_error(501, f"{model.name} serves completions: set embeddings = true for a model that embeds",
-                         code="not_implemented")  # fmt: skip
+        return api_error(
+            501,
+            f"{model.name} serves completions: set embeddings = true for a model that embeds",
+            code="not_implemented",
+        )
     if not embed and model.embeddings:
         return api_error(501, f"{model.name} serves embeddings only", code="not_implemented")
     return model, body
@@ -7371,8 +7792,13 @@ async def answer_anywhere(node: Node, request: web.Request, path: str) -> web.St
         url = node.links.url(node.peers.target(leader), f"/peer/api{path}")
         reply = await node.links.session.post(url, json={**body, "model": model.name})
     except (aiohttp.ClientError, OSError, MeshError) as error:
-        return api_error(503, f"the leader {leader} cannot be reached: {error}", kind="server_error",
-                         code="model_not_ready", headers={"Retry-After": "5"})  # fmt: skip
+        return api_error(
+            503,
+            f"the leader {leader} cannot be reached: {error}",
+            kind="server_error",
+            code="model_not_ready",
+            headers={"Retry-After": "5"},
+        )
     async with reply:
         headers = {key: reply.headers[key] for key in ("Content-Type", "Retry-After") if key in reply.headers}
         response = web.StreamResponse(status=reply.status, headers=headers)
@@ -7389,8 +7815,9 @@ async def answer_here(node: Node, request: web.Request, path: str) -> web.Stream
     return await answer_model(node, request, path, *parsed)
 
 
-async def pass_on(request: web.Request, response: web.StreamResponse, chunks: AsyncIterator[bytes],
-                  model: str) -> web.StreamResponse:  # fmt: skip
+async def pass_on(
+    request: web.Request, response: web.StreamResponse, chunks: AsyncIterator[bytes], model: str
+) -> web.StreamResponse:
     """Send chunks as they come. A source that breaks ends the stream with an error event, never silently."""
     await response.prepare(request)
     try:
@@ -7413,8 +7840,9 @@ def error_event(text: str) -> bytes:
     return b"data: " + json.dumps(body).encode() + b"\n\ndata: [DONE]\n\n"
 
 
-async def answer_model(node: Node, request: web.Request, path: str, model: ModelConfig,
-                       body: dict[str, Any]) -> web.StreamResponse:  # fmt: skip
+async def answer_model(
+    node: Node, request: web.Request, path: str, model: ModelConfig, body: dict[str, Any]
+) -> web.StreamResponse:
     """Ask the engine on this node. It always streams to us, so that an answer nobody waits for can be dropped."""
     run = node.host.runs.get(model.name)
     if run is None or run.session is None:
@@ -7435,12 +7863,19 @@ async def answer_model(node: Node, request: web.Request, path: str, model: Model
                 return engine_refusal(reply.status, first)
             answer = Answer(chat=path == "/v1/chat/completions", model=model.name, node=node)
             if body.get("stream"):
-                response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
+                response = web.StreamResponse(
+                    headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"}
+                )
                 return await pass_on(request, response, answer.stream(first, events), model.name)
             return web.json_response(await answer.whole(first, events))
     except (aiohttp.ClientError, EngineError) as error:
-        return api_error(503, f"the ring of {model.name} broke while it answered: {error or type(error).__name__}",
-                         kind="server_error", code="ring_lost", headers={"Retry-After": "5"})  # fmt: skip
+        return api_error(
+            503,
+            f"the ring of {model.name} broke while it answered: {error or type(error).__name__}",
+            kind="server_error",
+            code="ring_lost",
+            headers={"Retry-After": "5"},
+        )
     finally:
         node.rings.in_flight[model.name] -= 1
 
@@ -7456,8 +7891,11 @@ def engine_request(path: str, model: ModelConfig, body: dict[str, Any]) -> dict[
     asked = {**body, "stream": True, "model": model.name}
     if body.get("n", 1) != 1 or body.get("best_of", 1) not in (0, 1):
         raise UsageError("one choice a request: n and best_of must be 1")
-    limits = [value for key in ("max_completion_tokens", "max_tokens", "n_predict")
-              if isinstance(value := body.get(key), int) and value >= 0]  # fmt: skip
+    limits = [
+        value
+        for key in ("max_completion_tokens", "max_tokens", "n_predict")
+        if isinstance(value := body.get(key), int) and value >= 0
+    ]
     limits += [model.max_output] if model.max_output else []
     for key in ("max_completion_tokens", "max_tokens", "n_predict"):
         asked.pop(key, None)
@@ -7467,8 +7905,9 @@ def engine_request(path: str, model: ModelConfig, body: dict[str, Any]) -> dict[
         prompt = body.get("prompt")
         if isinstance(prompt, list) and len(prompt) == 1 and isinstance(prompt[0], str):
             asked["prompt"] = prompt[0]
-        elif not isinstance(prompt, str) and not (isinstance(prompt, list) and prompt
-                                                  and all(isinstance(token, int) for token in prompt)):  # fmt: skip
+        elif not isinstance(prompt, str) and not (
+            isinstance(prompt, list) and prompt and all(isinstance(token, int) for token in prompt)
+        ):
             raise UsageError("prompt must be one string, or one list of tokens")
         if body.get("echo") or body.get("suffix"):
             raise UsageError("echo and suffix are not supported")
@@ -7530,7 +7969,9 @@ class Answer:
         if self._tokens > 4 and now > self._first_at:
             self._node.rings.tokens_per_s[self._model] = (self._tokens - 1) / (now - self._first_at)
 
-    async def _openai(self, first: dict[str, Any], events: AsyncIterator[dict[str, Any]]) -> AsyncIterator[dict[str, Any]]:
+    async def _openai(
+        self, first: dict[str, Any], events: AsyncIterator[dict[str, Any]]
+    ) -> AsyncIterator[dict[str, Any]]:
         """Every event in OpenAI's shape. Raises EngineError when the engine breaks off."""
         finished, event = False, first
         while True:
@@ -7552,8 +7993,10 @@ class Answer:
         """Prima's own completion event (bdf9d8e7, examples/server) as OpenAI's text_completion."""
         done = bool(event.get("stop"))
         reason = ("length" if event.get("stopped_limit") else "stop") if done else None
-        result: dict[str, Any] = {"object": "text_completion", "choices": [
-            {"index": 0, "text": event.get("content", ""), "finish_reason": reason, "logprobs": None}]}  # fmt: skip
+        result: dict[str, Any] = {
+            "object": "text_completion",
+            "choices": [{"index": 0, "text": event.get("content", ""), "finish_reason": reason, "logprobs": None}],
+        }
         if done:
             prompt, output = int(event.get("tokens_evaluated", 0)), int(event.get("tokens_predicted", 0))
             result["usage"] = {"prompt_tokens": prompt, "completion_tokens": output, "total_tokens": prompt + output}
@@ -7577,8 +8020,15 @@ class Answer:
         content = "".join(text)
         choice = {"index": 0, "finish_reason": reason, "logprobs": None}
         choice |= {"message": {"role": "assistant", "content": content}} if self._chat else {"text": content}
-        return {"id": self._id, "object": "chat.completion" if self._chat else "text_completion",
-                "created": self._created, "model": self._model, "choices": [choice], "usage": usage, **extra}  # fmt: skip
+        return {
+            "id": self._id,
+            "object": "chat.completion" if self._chat else "text_completion",
+            "created": self._created,
+            "model": self._model,
+            "choices": [choice],
+            "usage": usage,
+            **extra,
+        }
 
 
 # ======================================================================================================
@@ -7596,7 +8046,9 @@ def judge_model(view: ModelView) -> tuple[int, str]:
         speed = f", {view.tokens_per_s:.1f} tok/s" if view.tokens_per_s else ""
         return (WARNING if view.restarts else OK), f"{view.model} {ranks}{speed}" + (
             f", {view.restarts} restart{'s' * (view.restarts > 1)} in the last 15 min ({view.last_trouble})"
-            if view.restarts else "")  # fmt: skip
+            if view.restarts
+            else ""
+        )
     if view.phase == Phase.STOPPED:
         return OK, f"{view.model} stopped by the operator"
     reason = view.reason or view.last_trouble or "no reason known"
@@ -7611,9 +8063,7 @@ def judge(snapshot: Snapshot) -> tuple[int, list[str]]:
     found = [judge_model(view) for view in snapshot.models] or [(OK, "no models configured")]
     for peer in snapshot.peers:
         if peer.state in ("missing", "lost", "unreachable"):
-            found.append(
-                (WARNING, f"node {peer.name} is {peer.state}" + (f": {peer.detail}" if peer.detail else ""))
-            )
+            found.append((WARNING, f"node {peer.name} is {peer.state}" + (f": {peer.detail}" if peer.detail else "")))
     found += [(WARNING, warning) for warning in snapshot.warnings]
     if snapshot.engine_kind == "rehearsal" and not snapshot.demo:
         found.append((WARNING, "rehearsal engines: no model is loaded"))
@@ -7637,8 +8087,9 @@ def table(header: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
     """Columns padded with spaces; no trailing blanks."""
     cells = [list(header), *[[str(cell) for cell in row] for row in rows]]
     widths = [max(len(row[n]) for row in cells) for n in range(len(header))]
-    return "\n".join("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
-                     for row in cells)  # fmt: skip
+    return "\n".join(
+        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in cells
+    )
 
 
 def peers_table(peers: Sequence[PeerView]) -> str:
@@ -7646,13 +8097,21 @@ def peers_table(peers: Sequence[PeerView]) -> str:
     return table(
         ("NODE", "STATE", "ADDRESS", "FOUND BY", "RTT", "MEMORY", "GPUS", "CORES", "VERSION", "NOTE"),
         [
-            (peer.name, peer.state, peer.address or "-", peer.source or "-",
-             f"{peer.rtt_ms:.1f} ms" if peer.rtt_ms else "-",
-             format_size(peer.memory_bytes) if peer.memory_bytes else "-", peer.gpus, peer.cores or "-",
-             peer.version or "-", peer.detail or ("" if peer.state in ("self", "live") else "-"))
+            (
+                peer.name,
+                peer.state,
+                peer.address or "-",
+                peer.source or "-",
+                f"{peer.rtt_ms:.1f} ms" if peer.rtt_ms else "-",
+                format_size(peer.memory_bytes) if peer.memory_bytes else "-",
+                peer.gpus,
+                peer.cores or "-",
+                peer.version or "-",
+                peer.detail or ("" if peer.state in ("self", "live") else "-"),
+            )
             for peer in peers
         ],
-    )  # fmt: skip
+    )
 
 
 def ranks_table(view: ModelView) -> str:
@@ -7660,14 +8119,21 @@ def ranks_table(view: ModelView) -> str:
     return table(
         ("  RANK", "NODE", "STATE", "LAYERS", "PID", "MEMORY", "CLOSED IN", "SENT", "RECEIVED", "NOTE"),
         [
-            (f"  {rank.rank}", rank.node, rank.phase, rank.layers, rank.pid or "-",
-             format_size(rank.rss_bytes) if rank.rss_bytes else "-", "yes" if rank.isolated else "no",
-             format_size(sum(wire.sent_bytes for wire in rank.wires)),
-             format_size(sum(wire.received_bytes for wire in rank.wires)),
-             rank.problem or (f"exit {rank.exit_code}" if rank.exit_code is not None else ""))
+            (
+                f"  {rank.rank}",
+                rank.node,
+                rank.phase,
+                rank.layers,
+                rank.pid or "-",
+                format_size(rank.rss_bytes) if rank.rss_bytes else "-",
+                "yes" if rank.isolated else "no",
+                format_size(sum(wire.sent_bytes for wire in rank.wires)),
+                format_size(sum(wire.received_bytes for wire in rank.wires)),
+                rank.problem or (f"exit {rank.exit_code}" if rank.exit_code is not None else ""),
+            )
             for rank in view.ranks
         ],
-    )  # fmt: skip
+    )
 
 
 def status_text(snapshot: Snapshot, verbose: bool = True) -> str:
@@ -7675,8 +8141,10 @@ def status_text(snapshot: Snapshot, verbose: bool = True) -> str:
     lines = [status_line(snapshot)[1]]
     if not verbose:
         return lines[0]
-    lines.append(f"node {snapshot.node} of cluster {snapshot.cluster}, shardbox {snapshot.version}, "
-                 f"up {format_duration(snapshot.seconds_up)}, endpoint {snapshot.api}")  # fmt: skip
+    lines.append(
+        f"node {snapshot.node} of cluster {snapshot.cluster}, shardbox {snapshot.version}, "
+        f"up {format_duration(snapshot.seconds_up)}, endpoint {snapshot.api}"
+    )
     for view in snapshot.models:
         lines += ["", f"model {view.model}: {view.phase}" + (f", {view.reason}" if view.reason else "")]
         if view.plan_reason:
@@ -7687,9 +8155,7 @@ def status_text(snapshot: Snapshot, verbose: bool = True) -> str:
     if snapshot.exits:
         lines += ["", "last exits, newest first:", *(f"  {text}" for text in snapshot.exits)]
     if snapshot.refusals:
-        lines.append(
-            "refused connections: " + ", ".join(f"{k} {v}" for k, v in sorted(snapshot.refusals.items()))
-        )
+        lines.append("refused connections: " + ", ".join(f"{k} {v}" for k, v in sorted(snapshot.refusals.items())))
     return "\n".join(lines)
 
 
@@ -7703,12 +8169,20 @@ def plan_text(plan: ModelPlan | PlanError, name: str) -> str:
     body = table(
         ("  RANK", "NODE", "LAYERS", "ON GPU", "WEIGHTS", "KV CACHE", "BUFFERS", "FREE AFTER", "WHY"),
         [
-            (f"  {rank.rank}", rank.node, f"{rank.first_layer}-{rank.first_layer + rank.window - 1}", rank.gpu_layers,
-             format_size(rank.weights_bytes), format_size(rank.kv_bytes), format_size(rank.buffer_bytes),
-             format_size(rank.free_bytes), rank.why)
+            (
+                f"  {rank.rank}",
+                rank.node,
+                f"{rank.first_layer}-{rank.first_layer + rank.window - 1}",
+                rank.gpu_layers,
+                format_size(rank.weights_bytes),
+                format_size(rank.kv_bytes),
+                format_size(rank.buffer_bytes),
+                format_size(rank.free_bytes),
+                rank.why,
+            )
             for rank in plan.ranks
         ],
-    )  # fmt: skip
+    )
     lines = [head, f"  {plan.reason}", body]
     lines += [f"  without {node}: {why}" for node, why in sorted(plan.left_out.items())]
     return "\n".join(lines)
@@ -7724,18 +8198,26 @@ CONFIG_NAME = "shardbox.toml"
 def config_places(environ: Mapping[str, str]) -> list[str]:
     """Where a shardbox.toml is looked for, in order."""
     program = sys.executable if getattr(sys, "frozen", False) else os.path.abspath(__file__)
-    places = [environ["SHARDBOX_CONFIG"]] if environ.get("SHARDBOX_CONFIG") else [
-        CONFIG_NAME, os.path.join(os.path.dirname(program), CONFIG_NAME), f"/etc/shardbox/{CONFIG_NAME}"]  # fmt: skip
+    places = (
+        [environ["SHARDBOX_CONFIG"]]
+        if environ.get("SHARDBOX_CONFIG")
+        else [CONFIG_NAME, os.path.join(os.path.dirname(program), CONFIG_NAME), f"/etc/shardbox/{CONFIG_NAME}"]
+    )
     return places
 
 
 def load_config(path: str | None) -> Config:
     """Read and check the configuration. Raises ConfigError or UsageError."""
     places = [path] if path else config_places(os.environ)
-    found = next((place for place in places if path or os.environ.get("SHARDBOX_CONFIG") or os.path.exists(place)), None)
+    found = next(
+        (place for place in places if path or os.environ.get("SHARDBOX_CONFIG") or os.path.exists(place)), None
+    )
     if found is None:
-        raise UsageError("no configuration found", where=", ".join(places),
-                         hint="give it with --config FILE; config.example.toml shows what goes in")  # fmt: skip
+        raise UsageError(
+            "no configuration found",
+            where=", ".join(places),
+            hint="give it with --config FILE; config.example.toml shows what goes in",
+        )
     try:
         with open(found, "rb") as file:
             data = file.read(MAX_CONFIG_BYTES + 1)
@@ -7757,8 +8239,11 @@ def node_name(config: Config, given: str | None) -> str:
         if len(full) == 1:
             return full[0]
     if declared:
-        raise UsageError(f"no node {candidates[0]!r} in [[nodes]]; there are: {', '.join(declared)}", where=config.file,
-                         hint="say which one this box is: --node NAME or SHARDBOX_NODE")  # fmt: skip
+        raise UsageError(
+            f"no node {candidates[0]!r} in [[nodes]]; there are: {', '.join(declared)}",
+            where=config.file,
+            hint="say which one this box is: --node NAME or SHARDBOX_NODE",
+        )
     name = candidates[-1]
     if not re.fullmatch(r"[a-z0-9][a-z0-9_.-]{0,62}", name):
         raise UsageError(f"{name!r} cannot be a node's name", hint="letters, digits, '-', '_', '.': give --node NAME")
@@ -7775,12 +8260,17 @@ def read_secret(config: Config) -> str:
             secret = file.read(4096).strip()
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "not a text file"
-        raise UsageError(f"cannot be read: {reason}", where=f"cluster.secret_file: {path}",
-                         hint=f"make one with `shardbox secret > {config.cluster.secret_file}`, "
-                              "and copy it to every box") from None  # fmt: skip
+        raise UsageError(
+            f"cannot be read: {reason}",
+            where=f"cluster.secret_file: {path}",
+            hint=f"make one with `shardbox secret > {config.cluster.secret_file}`, and copy it to every box",
+        ) from None
     if len(secret) < SECRET_CHARACTERS:
-        raise UsageError(f"has fewer than {SECRET_CHARACTERS} characters", where=f"cluster.secret_file: {path}",
-                         hint="make a good one with `shardbox secret`")  # fmt: skip
+        raise UsageError(
+            f"has fewer than {SECRET_CHARACTERS} characters",
+            where=f"cluster.secret_file: {path}",
+            hint="make a good one with `shardbox secret`",
+        )
     return secret
 
 
@@ -7809,8 +8299,9 @@ def ask_node(config: Config, name: str, method: str, path: str, body: Any = None
     except (FileNotFoundError, ConnectionRefusedError):
         raise NodeDown(f"node {name} is not running on this box", hint="start it with `shardbox up`") from None
     except PermissionError:
-        raise UsageError("the control socket belongs to another user",
-                         hint="run this as the user who runs `shardbox up`") from None  # fmt: skip
+        raise UsageError(
+            "the control socket belongs to another user", hint="run this as the user who runs `shardbox up`"
+        ) from None
     except (OSError, ValueError, http.client.HTTPException) as error:
         raise NodeDown(f"node {name} does not answer: {error}", hint="see its log") from None
     finally:
@@ -7858,8 +8349,10 @@ def check_status_owner(sock: socket.socket, config: Config) -> None:
         return
     _, uid, _ = struct.unpack("3i", sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
     if uid not in (0, os.geteuid(), os.stat(config.file).st_uid):
-        raise UsageError(f"user {uid} answers for this node, who owns neither it nor {config.file}",
-                         hint="run `status` as the user who runs `up`, or give that user the TOML")  # fmt: skip
+        raise UsageError(
+            f"user {uid} answers for this node, who owns neither it nor {config.file}",
+            hint="run `status` as the user who runs `up`, or give that user the TOML",
+        )
 
 
 # --- commands: each returns its exit code ----------------------------------------------------------------
@@ -7916,8 +8409,10 @@ def one_node_only(folder: str, name: str) -> Iterator[None]:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
             file.seek(0)
-            raise ShardboxError(f"node {name} already runs on this box (pid {file.read().strip() or '?'})",
-                                hint="`shardbox down` ends it") from None  # fmt: skip
+            raise ShardboxError(
+                f"node {name} already runs on this box (pid {file.read().strip() or '?'})",
+                hint="`shardbox down` ends it",
+            ) from None
         file.truncate(0)
         file.write(str(os.getpid()))
         file.flush()
@@ -7978,8 +8473,10 @@ def run_plan(config: Config, name: str, facts_file: str | None, as_json: bool) -
             facts = [survey_once(config, name)]
     plans = plan_all(config, facts)
     if as_json:
-        body = {model: {"error": plan.what, "hint": plan.hint} if isinstance(plan, PlanError) else to_json(plan)
-                for model, plan in plans.items()}  # fmt: skip
+        body = {
+            model: {"error": plan.what, "hint": plan.hint} if isinstance(plan, PlanError) else to_json(plan)
+            for model, plan in plans.items()
+        }
         print(json.dumps({"facts": to_json(facts), "plans": body}, indent=2))
     else:
         texts = [plan_text(plan, model) for model, plan in plans.items()]
@@ -7993,8 +8490,11 @@ def survey_once(config: Config, name: str) -> NodeFacts:
     try:
         os.makedirs(folder, mode=0o700, exist_ok=True)
     except OSError as error:
-        raise UsageError(f"cannot be written: {error.strerror}", where=folder,
-                         hint="run as the user who runs `up`, or set SHARDBOX_STATE") from None  # fmt: skip
+        raise UsageError(
+            f"cannot be written: {error.strerror}",
+            where=folder,
+            hint="run as the user who runs `up`, or set SHARDBOX_STATE",
+        ) from None
     surveyor = Surveyor(config, name, folder)
     try:
         return surveyor.survey(own_bytes=0)
@@ -8031,8 +8531,13 @@ def check_box(config: Config, facts: NodeFacts, running: bool) -> list[Finding]:
     found = [Finding(level="ok", what=f"{config.file} is well-formed (hash {config.hash})")]
     for binary in facts.binaries:
         line = f"{binary.role} binary {binary.path or ENGINE_NAMES[binary.role]}: "
-        found.append(Finding(level="fail" if binary.problem else "ok", hint=binary.hint,
-                             what=line + (binary.problem or binary.version)))  # fmt: skip
+        found.append(
+            Finding(
+                level="fail" if binary.problem else "ok",
+                hint=binary.hint,
+                what=line + (binary.problem or binary.version),
+            )
+        )
     if config.engine.kind == "rehearsal":
         found.append(Finding(level="warn", what='engine kind is "rehearsal": no model will be loaded'))
     for copy in facts.models:
@@ -8041,15 +8546,29 @@ def check_box(config: Config, facts: NodeFacts, running: bool) -> list[Finding]:
         what = copy.problem or f"{copy.path}, {format_size(copy.size_bytes)}"
         level = "ok" if not copy.problem else "warn" if stand_in else "fail"
         found.append(Finding(level=level, what=f"model {copy.name}: {what}", hint=copy.hint))
-    found.append(Finding(level="ok", what=f"memory: {format_size(facts.memory.available_bytes)} of "
-                         f"{format_size(facts.memory.total_bytes)} available ({facts.memory.source}); "
-                         f"{len(facts.gpus)} GPUs{f' ({facts.gpu_note})' if facts.gpu_note else ''}"))  # fmt: skip
-    found.append(Finding(level="warn" if facts.isolation else "ok",
-                         what=facts.isolation or "engines can be closed in: only the forwarder reaches their ports"))  # fmt: skip
+    found.append(
+        Finding(
+            level="ok",
+            what=f"memory: {format_size(facts.memory.available_bytes)} of "
+            f"{format_size(facts.memory.total_bytes)} available ({facts.memory.source}); "
+            f"{len(facts.gpus)} GPUs{f' ({facts.gpu_note})' if facts.gpu_note else ''}",
+        )
+    )
+    found.append(
+        Finding(
+            level="warn" if facts.isolation else "ok",
+            what=facts.isolation or "engines can be closed in: only the forwarder reaches their ports",
+        )
+    )
     _, left_out = local_addresses(config.cluster.interfaces)
     shown = ", ".join(f"{a.address} ({a.interface}{', ' + a.note if a.note else ''})" for a in facts.addresses)
-    found.append(Finding(level="ok" if facts.addresses else "fail", what=f"addresses: {shown or 'none that may be used'}",
-                         hint="; ".join(left_out)))  # fmt: skip
+    found.append(
+        Finding(
+            level="ok" if facts.addresses else "fail",
+            what=f"addresses: {shown or 'none that may be used'}",
+            hint="; ".join(left_out),
+        )
+    )
     if not running:
         found += check_own_ports(config, facts)
     return found
@@ -8066,8 +8585,9 @@ def check_own_ports(config: Config, facts: NodeFacts) -> list[Finding]:
                 sock.bind(("0.0.0.0" if key == "mesh" else config.api.bind, port))
                 found.append(Finding(level="ok", what=f"port {port} ({key}) is free"))
             except OSError as error:
-                found.append(Finding(level="fail", what=f"port {port} ({key}): {error.strerror}",
-                                     hint=port_owner_hint(port)))  # fmt: skip
+                found.append(
+                    Finding(level="fail", what=f"port {port} ({key}): {error.strerror}", hint=port_owner_hint(port))
+                )
     return found
 
 
@@ -8078,22 +8598,39 @@ def check_pairs(config: Config, reply: dict[str, Any]) -> list[Finding]:
         pair = from_json(Reach, item, "pairs")
         line = f"{pair.source} -> {pair.target} at {pair.address}: "
         good = f"reached, secret proved, {pair.rtt_ms:.1f} ms"
-        found.append(Finding(level="fail" if pair.problem else "ok", what=line + (pair.problem or good), hint=pair.hint))
+        found.append(
+            Finding(level="fail" if pair.problem else "ok", what=line + (pair.problem or good), hint=pair.hint)
+        )
     facts = [from_json(NodeFacts, item, "facts") for item in reply["facts"]]
     names = {node.name for node in facts}
-    found += [Finding(level="fail", what=f"{node.name}: in [[nodes]], but not there", hint="start shardbox there")
-              for node in config.nodes if node.name not in names]  # fmt: skip
+    found += [
+        Finding(level="fail", what=f"{node.name}: in [[nodes]], but not there", hint="start shardbox there")
+        for node in config.nodes
+        if node.name not in names
+    ]
     for label, values in (
         ("shardbox.toml", {node.name: node.config_hash for node in facts}),
         ("shardbox version", {node.name: node.version for node in facts}),
-        *((f"content of {model.path}", {node.name: node.model(model.name).root for node in facts
-                                        if node.model(model.name).root}) for model in config.models),
-        *((f"{role} binary's build", {node.name: node.binary(role).commit for node in facts
-                                      if node.binary(role).commit}) for role in ENGINE_ROLES),
-    ):  # fmt: skip
+        *(
+            (
+                f"content of {model.path}",
+                {node.name: node.model(model.name).root for node in facts if node.model(model.name).root},
+            )
+            for model in config.models
+        ),
+        *(
+            (
+                f"{role} binary's build",
+                {node.name: node.binary(role).commit for node in facts if node.binary(role).commit},
+            )
+            for role in ENGINE_ROLES
+        ),
+    ):
         if len(set(values.values())) > 1:
             listing = ", ".join(f"{node} {value}" for node, value in sorted(values.items()))
-            found.append(Finding(level="fail", what=f"{label} differs: {listing}", hint="make them the same everywhere"))
+            found.append(
+                Finding(level="fail", what=f"{label} differs: {listing}", hint="make them the same everywhere")
+            )
         elif len(values) > 1:
             found.append(Finding(level="ok", what=f"{label}: the same on {', '.join(sorted(values))}"))
     for name, skew in reply["clock_skew_s"].items():
@@ -8110,13 +8647,18 @@ def run_check(config: Config, name: str, as_json: bool) -> int:
         reply = ask_node(config, name, "GET", "/check")
     except NodeDown:
         reply = None
-    facts = ([from_json(NodeFacts, item, "facts") for item in reply["facts"]][0] if reply else survey_once(config, name))
+    facts = [from_json(NodeFacts, item, "facts") for item in reply["facts"]][0] if reply else survey_once(config, name)
     found = check_box(config, facts, running=reply is not None)
     if reply:
         found += check_pairs(config, reply)
     else:
-        found.append(Finding(level="warn", what=f"node {name} is not up: other boxes were not tried",
-                             hint="`shardbox up` here and there, then check again"))  # fmt: skip
+        found.append(
+            Finding(
+                level="warn",
+                what=f"node {name} is not up: other boxes were not tried",
+                hint="`shardbox up` here and there, then check again",
+            )
+        )
     failed = any(finding.level == "fail" for finding in found)
     if as_json:
         print(json.dumps({"ok": not failed, "findings": to_json(found)}, indent=2))
@@ -8156,7 +8698,9 @@ def build_cli() -> Any:
     import click
 
     def with_config(function: Callable[..., Any]) -> Callable[..., Any]:
-        function = click.option("--node", metavar="NAME", help="Which [[nodes]] entry this box is (default: hostname).")(function)
+        function = click.option(
+            "--node", metavar="NAME", help="Which [[nodes]] entry this box is (default: hostname)."
+        )(function)
         return click.option("--config", "config_path", metavar="FILE", help="The TOML (default: see README).")(function)
 
     as_json = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
@@ -8185,7 +8729,9 @@ def build_cli() -> Any:
     @cli.command(epilog="Example: * * * * * shardbox status --brief || notify")
     @with_config
     @as_json
-    @click.option("--timeout", "timeout_s", default=10.0, metavar="SECONDS", help="Give up and say CRITICAL (default 10).")
+    @click.option(
+        "--timeout", "timeout_s", default=10.0, metavar="SECONDS", help="Give up and say CRITICAL (default 10)."
+    )
     @click.option("--brief", is_flag=True, help="Only the first line.")
     def status(config_path: str | None, node: str | None, as_json: bool, timeout_s: float, brief: bool) -> int:
         """How the cluster is: 0 OK, 1 WARNING, 2 CRITICAL, 3 UNKNOWN."""
@@ -8220,7 +8766,9 @@ def build_cli() -> Any:
     @with_config
     @click.argument("target", required=False, default="", metavar="[NODE]")
     @click.option("--model", default="", metavar="NAME", help="Only this model's engines.")
-    @click.option("-n", "--lines", default=100, type=click.IntRange(1, 10000), help="Last lines of each log (default 100).")
+    @click.option(
+        "-n", "--lines", default=100, type=click.IntRange(1, 10000), help="Last lines of each log (default 100)."
+    )
     def logs(config_path: str | None, node: str | None, target: str, model: str, lines: int) -> int:
         """Engine logs of one node, or of all, from any box."""
         config = load_config(config_path)
@@ -8289,8 +8837,13 @@ def detach_up(config: Config, name: str) -> int:
     os.makedirs(folder, mode=0o700, exist_ok=True)
     path = os.path.join(folder, "node.log")
     with open(path, "ab") as output:
-        child = subprocess.Popen([*self_command(), "up", "--config", config.file, "--node", name],
-                                 stdin=subprocess.DEVNULL, stdout=output, stderr=output, start_new_session=True)  # fmt: skip
+        child = subprocess.Popen(
+            [*self_command(), "up", "--config", config.file, "--node", name],
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=output,
+            start_new_session=True,
+        )
     for _ in range(300):
         if child.poll() is not None:
             with open(path, encoding="utf-8", errors="replace") as file:
@@ -8316,7 +8869,9 @@ def multicast_works() -> bool:
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:
         try:
             sock.bind(("", 0))
-            sock.setsockopt(socket.IPPROTO_IP, socket.IP_ADD_MEMBERSHIP, socket.inet_aton(group) + socket.inet_aton(address))
+            sock.setsockopt(
+                socket.IPPROTO_IP, socket.IP_ADD_MEMBERSHIP, socket.inet_aton(group) + socket.inet_aton(address)
+            )
             sock.setsockopt(socket.IPPROTO_IP, socket.IP_MULTICAST_IF, socket.inet_aton(address))
             sock.settimeout(0.5)
             sock.sendto(b"shardbox", (group, sock.getsockname()[1]))
@@ -8327,16 +8882,29 @@ def multicast_works() -> bool:
 
 def demo_config(count: int, mdns: bool, ports: Sequence[int], secret: str) -> str:
     """The TOML of the demo: `count` nodes of 9 GiB, and a model of 20 GiB that none of them could hold."""
-    lines = ["[cluster]", 'name = "demo"', f'secret = "{secret}"', f'discovery = "{"mdns" if mdns else "static"}"',
-             'interfaces = ["lo"]' if sys.platform == "linux" else 'interfaces = ["lo0"]', "[engine]",
-             'kind = "rehearsal"', ""]  # fmt: skip
+    lines = [
+        "[cluster]",
+        'name = "demo"',
+        f'secret = "{secret}"',
+        f'discovery = "{"mdns" if mdns else "static"}"',
+        'interfaces = ["lo"]' if sys.platform == "linux" else 'interfaces = ["lo0"]',
+        "[engine]",
+        'kind = "rehearsal"',
+        "",
+    ]
     for n, name in enumerate(DEMO_NAMES[:count]):
         mesh, api, data, signal_base = ports[4 * n : 4 * n + 4]
         lines += ["[[nodes]]", f'name = "{name}"', 'memory = "9GiB"']
         lines += [] if mdns else ['address = "127.0.0.1"']
         lines += ["[nodes.ports]", f"mesh = {mesh}", f"api = {api}", f"data = {data}", f"signal = {signal_base}", ""]
-    lines += ["[[models]]", 'name = "demo-32b"', 'path = "demo-32b.gguf"', "context = 2048",
-              'rehearse = {layers = 64, width = 5120, bytes = "20GiB"}', ""]  # fmt: skip
+    lines += [
+        "[[models]]",
+        'name = "demo-32b"',
+        'path = "demo-32b.gguf"',
+        "context = 2048",
+        'rehearse = {layers = 64, width = 5120, bytes = "20GiB"}',
+        "",
+    ]
     return "\n".join(lines)
 
 
@@ -8350,7 +8918,9 @@ def free_port_blocks(count: int) -> list[int]:
             result += [base, base + 1, base + 2, base + 2 + PORT_BLOCK]
         base += len(wanted)
         if base > 60000:
-            raise ShardboxError("no block of free ports on this machine", hint="end what listens between 20000 and 60000")
+            raise ShardboxError(
+                "no block of free ports on this machine", hint="end what listens between 20000 and 60000"
+            )
     return result
 
 
@@ -8373,15 +8943,25 @@ def run_demo(*, once: bool, count: int) -> int:
         config = load_config(path)
         env = {**os.environ, "SHARDBOX_STATE": os.path.join(folder, "state"), "SHARDBOX_DEMO": "1"}
         os.environ["SHARDBOX_STATE"] = env["SHARDBOX_STATE"]
-        print(f"{count} nodes on this machine, found by {'mDNS' if mdns else 'static addresses (no multicast here)'}, "
-              "rehearsal engines (no model is loaded)", flush=True)  # fmt: skip
+        print(
+            f"{count} nodes on this machine, found by {'mDNS' if mdns else 'static addresses (no multicast here)'}, "
+            "rehearsal engines (no model is loaded)",
+            flush=True,
+        )
         children = []
         try:
             for node in config.nodes:
                 log_file = open(os.path.join(folder, f"{node.name}.log"), "wb")  # noqa: SIM115 - the child keeps it
-                children.append(subprocess.Popen(
-                    [*self_command(), "up", "--config", path, "--node", node.name], env=env, stdin=subprocess.DEVNULL,
-                    stdout=log_file, stderr=subprocess.STDOUT, start_new_session=True))  # fmt: skip
+                children.append(
+                    subprocess.Popen(
+                        [*self_command(), "up", "--config", path, "--node", node.name],
+                        env=env,
+                        stdin=subprocess.DEVNULL,
+                        stdout=log_file,
+                        stderr=subprocess.STDOUT,
+                        start_new_session=True,
+                    )
+                )
                 log_file.close()
             return _watch_demo(config, folder, children, once)
         except KeyboardInterrupt:
@@ -8409,7 +8989,9 @@ def _watch_demo(config: Config, folder: str, children: Sequence[subprocess.Popen
             snapshot = read_status(config, names[0], 2.0)
             found = [peer.name for peer in snapshot.peers if peer.state in ("self", "live")]
             view = snapshot.models[0]
-            text = f"found {', '.join(found)}; {view.model} is {view.phase}" + (f" ({view.reason})" if view.reason else "")
+            text = f"found {', '.join(found)}; {view.model} is {view.phase}" + (
+                f" ({view.reason})" if view.reason else ""
+            )
             text = re.sub(r" \(\d+ s more\)", "", text)
             if text != said:
                 print(f"{time.monotonic() - started:5.1f} s  {text}", flush=True)
@@ -8417,7 +8999,10 @@ def _watch_demo(config: Config, folder: str, children: Sequence[subprocess.Popen
             if status_line(snapshot)[0] == OK and len(found) == len(names):
                 break
         if time.monotonic() - started > DEMO_TIMEOUT_S:
-            raise ShardboxError(f"the demo's ring did not form within {DEMO_TIMEOUT_S} s", hint=status_line(snapshot)[1] if snapshot else said)
+            raise ShardboxError(
+                f"the demo's ring did not form within {DEMO_TIMEOUT_S} s",
+                hint=status_line(snapshot)[1] if snapshot else said,
+            )
         time.sleep(0.1)
     return _show_demo(config, names, once)
 
@@ -8425,8 +9010,12 @@ def _watch_demo(config: Config, folder: str, children: Sequence[subprocess.Popen
 def _show_demo(config: Config, names: Sequence[str], once: bool) -> int:
     port = config.node(names[-1]).ports.api
     print(f"\nasking {names[-1]}, which leads nothing: POST http://127.0.0.1:{port}/v1/chat/completions\n", flush=True)
-    body = {"model": "demo-32b", "stream": True, "max_tokens": 48,
-            "messages": [{"role": "user", "content": "What is this?"}]}  # fmt: skip
+    body = {
+        "model": "demo-32b",
+        "stream": True,
+        "max_tokens": 48,
+        "messages": [{"role": "user", "content": "What is this?"}],
+    }
     connection = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
     connection.request("POST", "/v1/chat/completions", json.dumps(body), {"Content-Type": "application/json"})
     reply = connection.getresponse()
@@ -8468,8 +9057,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     restore_environment()
     if args[:1] == ["rehearse"]:
         return rehearse(args[1:], os.environ)
-    logging.basicConfig(level=os.environ.get("SHARDBOX_LOG", "INFO").upper(), stream=sys.stderr,
-                        format="%(asctime)s %(levelname)s %(message)s", datefmt="%H:%M:%S")  # fmt: skip
+    logging.basicConfig(
+        level=os.environ.get("SHARDBOX_LOG", "INFO").upper(),
+        stream=sys.stderr,
+        format="%(asctime)s %(levelname)s %(message)s",
+        datefmt="%H:%M:%S",
+    )
     import click
 
     try:

@@ -1,0 +1,541 @@
+"""The configuration: what a file may say, and that every mistake is named once, in its place."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from shardbox import (
+    _API,
+    _CLUSTER,
+    _ENGINE,
+    _MODELS,
+    _NODES,
+    _PORTS,
+    _REHEARSE,
+    MAX_CONFIG_BYTES,
+    ApiConfig,
+    ClusterConfig,
+    Config,
+    ConfigError,
+    EngineConfig,
+    ModelConfig,
+    NodeConfig,
+    PortsConfig,
+    RehearseConfig,
+    parse_config,
+)
+
+EXAMPLE = (Path(__file__).parents[2] / "config.example.toml").read_text(encoding="utf-8")
+UNCOMMENTED = re.sub(r"(?m)^#(?=[^\s#])", "", EXAMPLE)
+SECRET = "hunter2-correct-horse-battery"
+
+OK = '[cluster]\nsecret_file = "s"\n'  # two lines; what a case adds begins at line 3
+NODE = OK + '[[nodes]]\nname = "alpha"\n'  # then line 5
+TWO = NODE + '[[nodes]]\nname = "beta"\n'  # then line 7
+MODEL = OK + '[[models]]\nname = "m"\npath = "m.gguf"\n'  # then line 6
+RING = TWO + '[[models]]\nname = "m"\npath = "m.gguf"\n'  # then line 10
+
+
+def parse(text: str | bytes) -> Config:
+    data = text.encode() if isinstance(text, str) else text
+    return parse_config(data, file="box.toml", folder="/etc/box")
+
+
+def mistakes(text: str | bytes) -> list[str]:
+    with pytest.raises(ConfigError) as caught:
+        parse(text)
+    assert caught.value.exit_code == 2
+    assert caught.value.__cause__ is None  # it would carry the text of the file
+    assert caught.value.__context__ is None
+    return [str(problem) for problem in caught.value.problems]
+
+
+# (id, file, how each message must begin after "box.toml", and what it must also hold)
+Case = tuple[str, "str | bytes", list[tuple[str, str]]]
+
+
+def one(name: str, text: str | bytes, start: str, also: str = "") -> Case:
+    return name, text, [(start, also)]
+
+
+TYPES: list[Case] = [
+    one("table-is-string", OK + "ports = 5\n", ":3: cluster.ports: unknown key"),
+    one("table-is-number", "ports = 5\n" + OK, ":1: ports: must be a table, got 5"),
+    one("table-is-array", OK + "[[api]]\n", ":3: api: must be a table, got a list"),
+    one("array-is-table", OK + '[nodes]\nname = "a"\n', ":3: nodes: must be a list of tables, [[nodes]]"),
+    one("array-of-strings", 'nodes = ["a"]\n' + OK, ":1: nodes[0]: must be a table, got 'a'"),
+    one("string-is-int", OK + "name = 7\n", ":3: cluster.name: must be 1-63 letters", "got 7"),
+    one("string-is-date", OK + "name = 2024-01-01\n", ":3: cluster.name: ", "got a date or time"),
+    one("int-is-string", OK + '[ports]\nmesh = "7311"\n', ":4: ports.mesh: must be a whole number", "'7311'"),
+    one("int-is-bool", OK + "[ports]\nmesh = true\n", ":4: ports.mesh: must be a whole number", "got true"),
+    one("int-is-float", MODEL + "slots = 1.5\n", ':6: models[0] "m": slots: must be a whole', "got 1.5"),
+    one("int-is-huge", MODEL + "slots = 0x" + "f" * 9000, ':6: models[0] "m": slots: must be 1-64', "too large"),
+    one("bool-is-int", MODEL + "autostart = 1\n", ':6: models[0] "m": autostart: must be true or false, got 1'),
+    one("bool-is-string", MODEL + 'embeddings = "yes"\n', ':6: models[0] "m": embeddings: must be true or fal'),
+    one("list-is-string", OK + 'interfaces = "eth0"\n', ":3: cluster.interfaces: must be a list, got 'eth0'"),
+    one("list-item", OK + '[engine]\nargs = ["-v", 3]\n', ":4: engine.args[1]: must be a string, got 3"),
+    one("float-is-bool", OK + "form_wait_s = true\n", ":3: cluster.form_wait_s: must be a number 0-", "got true"),
+    one("size-is-list", NODE + "memory = [1]\n", ':5: nodes[0] "alpha": memory: must be "auto" or a size', "a list"),
+    one("map-is-list", OK + "[engine]\nenv = []\n", ":4: engine.env: must be a table, got a list"),
+    one("env-value", OK + "[engine.env]\nA = 12345\n", ":4: engine.env.A: must be a string, got a number"),
+    one("env-name", OK + '[engine.env]\n"A=B" = "c"\n', ":4: engine.env.'A=B': must be a variable's name"),
+    one("path-is-int", OK + "[engine]\npath = 1\n", ":4: engine.path: must be a folder or a list", "got 1"),
+    one("layers-item", RING + 'layers = {alpha = "4"}\n', ':10: models[0] "m": layers.alpha: must be a whole'),
+]
+
+KEYS: list[Case] = [
+    one("key", OK + "[ports]\ndate = 9000\n", ":4: ports.date: unknown key", 'did you mean "data"?'),
+    one("key-far", OK + "[api]\nzzz = 1\n", ":4: api.zzz: unknown key", "valid: bind, keys_file"),
+    one("key-elsewhere", OK + 'kind = "prima"\n', ":3: cluster.kind: unknown key", "belongs under [engine]"),
+    one("key-in-node", TWO + 'adress = "a"\n', ':7: nodes[1] "beta": adress: unknown', '"address"'),
+    one("key-in-node-ports", NODE + "[nodes.ports]\nmash = 1\n", ':6: nodes[0] "alpha": ports.mash: unknown'),
+    one("key-quoted", OK + '"a b" = 1\n', ":3: cluster.'a b': unknown key"),
+    one(
+        "key-inline",
+        MODEL + "rehearse = {layers=1, width=1, bytes=1, byte=1}\n",
+        ':6: models[0] "m": rehearse.byte: unknown key',
+        '"bytes"',
+    ),
+    one("table", OK + "[portz]\nmesh = 1\n", ":3: portz: unknown table", 'did you mean "ports"?'),
+    one("table-of-secret", '[clutser]\nsecret_file = "s"\n', ":1: clutser: unknown table", '"cluster"'),
+    one("secret-misspelt", f'[cluster]\nsecrt = "{SECRET}"\n', ":2: cluster.secrt: unknown key", '"secret"'),
+    one("secret-at-top", f'secret = "{SECRET}"\n', ":1: secret: unknown table or key", "under [cluster]"),
+    one("missing-name", OK + '[[nodes]]\naddress = "10.0.0.1"\n', ":3: nodes[0].name: missing"),
+    one("missing-path", OK + '[[models]]\nname = "m"\n', ':3: models[0] "m": path: missing'),
+    one(
+        "missing-width",
+        MODEL + 'rehearse = {layers = 1, bytes = "1GiB"}\n',
+        ':6: models[0] "m": rehearse.width: missing',
+    ),
+    one(
+        "kind-of-node",
+        NODE + '[nodes.engine]\nkind = "prima"\n',
+        ':6: nodes[0] "alpha": engine.kind: is the same on every node',
+        "[engine]",
+    ),
+    one("isolate-of-node", NODE + '[nodes.engine]\nisolate = "auto"\n', ':6: nodes[0] "alpha": engine.isolate:'),
+]
+
+VALUES: list[Case] = [
+    one("discovery", OK + 'discovery = "mDNS"\n', ':3: cluster.discovery: must be "mdns" or "static"', "did you"),
+    one("kind", OK + '[engine]\nkind = "rehersal"\n', ":4: engine.kind: must be", 'did you mean "rehearsal"?'),
+    one("isolate", OK + '[engine]\nisolate = "sometimes"\n', ":4: engine.isolate: must be", "got 'sometimes'"),
+    one("port-low", OK + "[ports]\ndata = 80\n", ":4: ports.data: must be 1024-65471, got 80", "leave it out"),
+    one("port-high", OK + "[ports]\nsignal = 65472\n", ":4: ports.signal: must be 1024-65471, got 65472"),
+    one("port-zero", OK + "[ports]\napi = 0\n", ":4: ports.api: must be 1-65535, got 0"),
+    one("wait-negative", OK + "form_wait_s = -1\n", ":3: cluster.form_wait_s: must be 0-86400", "got -1"),
+    one("wait-nan", OK + "form_wait_s = nan\n", ":3: cluster.form_wait_s: must be 0-86400", "got nan"),
+    one("wait-inf", OK + "form_wait_s = inf\n", ":3: cluster.form_wait_s: must be 0-86400", "got inf"),
+    one("size-negative", NODE + "memory = -5\n", ':5: nodes[0] "alpha": memory: must be "auto" or a size', "got -5"),
+    one("size-text", NODE + 'gpu_memory = "20 pigs"\n', ':5: nodes[0] "alpha": gpu_memory: must', "'20 pigs'"),
+    one("size-empty", NODE + 'memory = ""\n', ':5: nodes[0] "alpha": memory: must be "auto" or a size'),
+    one("size-bool", NODE + "memory = true\n", ':5: nodes[0] "alpha": memory: must be "auto" or a size', "got true"),
+    one("size-float", NODE + "memory = 1.5\n", ':5: nodes[0] "alpha": memory: must be "auto" or a size', "got 1.5"),
+    one("size-no-unit", NODE + "memory = 20\n", ':5: nodes[0] "alpha": memory: must be "auto", 0 or at', '"20GiB"'),
+    one("node-name-huge", OK + "[[nodes]]\nname = 0x" + "f" * 9000, ":4: nodes[0].name: must be 1-63", "too large"),
+    one(
+        "rehearse-size",
+        MODEL + "rehearse = {layers=1, width=1, bytes=0}\n",
+        ':6: models[0] "m": rehearse.bytes: must be a size',
+    ),
+    one(
+        "rehearse-auto",
+        MODEL + 'rehearse = {layers=1, width=1, bytes="auto"}\n',
+        ':6: models[0] "m": rehearse.bytes: must be a size',
+    ),
+    one("slots-zero", MODEL + "slots = 0\n", ':6: models[0] "m": slots: must be 1-64, got 0'),
+    one("context-zero", MODEL + "context = 0\n", ':6: models[0] "m": context: must be 64-16777216, got 0'),
+    one("context-absurd", MODEL + "context = 99999999999\n", ':6: models[0] "m": context: must be', "99999999999"),
+    one("output-negative", MODEL + "max_output = -1\n", ':6: models[0] "m": max_output: must be 0-'),
+    one("threads", OK + "[engine]\nthreads = -1\n", ":4: engine.threads: must be 0-1024, got -1"),
+    one("path-empty", OK + '[engine]\npath = ""\n', ":4: engine.path: must be a path, got ''"),
+    one("path-list-empty", OK + "[engine]\npath = []\n", ":4: engine.path: must be a folder or a list"),
+    one("path-in-list-empty", OK + '[engine]\npath = ["bin", ""]\n', ":4: engine.path[1]: must be a path"),
+    one("path-nul", MODEL.replace("m.gguf", "m\\u0000"), ':5: models[0] "m": path: must be', "control characters"),
+    one("model-path-empty", MODEL.replace("m.gguf", ""), ':5: models[0] "m": path: must be a path'),
+    one(
+        "model-part",
+        MODEL.replace("m.gguf", "m-00002-of-00003.gguf"),
+        ':5: models[0] "m": path: must be a path, of a split',
+    ),
+    one("path-long", MODEL.replace("m.gguf", "x" * 5000), ':5: models[0] "m": path: must be a path', "under 4096"),
+    one("node-name", OK + '[[nodes]]\nname = "a b"\n', ":4: nodes[0].name: must be 1-63", "got 'a b'"),
+    one("node-name-dots", OK + '[[nodes]]\nname = ".."\n', ":4: nodes[0].name: must be 1-63", "got '..'"),
+    one("node-name-long", OK + f'[[nodes]]\nname = "{"a" * 64}"\n', ":4: nodes[0].name: must be 1-63", "..."),
+    one("node-name-newline", OK + '[[nodes]]\nname = "a\\n"\n', ":4: nodes[0].name: must be 1-63"),
+    one("cluster-name", OK + 'name = "../etc"\n', ":3: cluster.name: must be 1-63", "got '../etc'"),
+    one("cluster-name-empty", OK + 'name = ""\n', ":3: cluster.name: must be 1-63", "got ''"),
+    one("model-name", MODEL.replace('"m"', '"a b"'), ":4: models[0].name: must be 1-128", "got 'a b'"),
+    one("model-name-dots", MODEL.replace('"m"', '"a/../b"'), ':4: models[0] "a/../b": name: must be 1-128'),
+    one("alias", MODEL + 'aliases = ["ok", "no!"]\n', ':6: models[0] "m": aliases[1]: must be 1-128', "'no!'"),
+    one("address", NODE + 'address = "not a host"\n', ':5: nodes[0] "alpha": address: must be an IPv4 address'),
+    one("address-300", NODE + 'address = "10.0.0.300"\n', ':5: nodes[0] "alpha": address: must', "10.0.0.300"),
+    one("address-ipv6", NODE + 'address = "fe80::1"\n', ':5: nodes[0] "alpha": address: must', "use IPv4"),
+    one("address-port", NODE + 'address = "10.0.0.1:80"\n', ':5: nodes[0] "alpha": address: must', "[ports]"),
+    one("address-any", NODE + 'address = "0.0.0.0"\n', ':5: nodes[0] "alpha": address: must be the address'),
+    one("bind", OK + '[api]\nbind = ""\n', ":4: api.bind: must be an IPv4 address or a host name, got ''"),
+    one("cidr", OK + 'interfaces = ["eth0", "10.0.0.0/33"]\n', ":3: cluster.interfaces[1]: must be an interface"),
+    one("cidr-missing", OK + 'interfaces = ["10.0.0.1"]\n', ":3: cluster.interfaces[0]: must be", "10.0.0.1"),
+    one("secret-short", '[cluster]\nsecret = "hunter2"\n', ":2: cluster.secret: too short: at least 20"),
+    one("secret-number", "[cluster]\nsecret = 8675309\n", ":2: cluster.secret: must be a string, got a number"),
+    one("control", OK + 'name = "a\\u0007"\n', ":3: cluster.name: must be", "without control characters"),
+]
+
+FLAGS: list[Case] = [
+    one(
+        f"flag{flag}",
+        OK + f'[engine]\nargs = ["-v", "{flag}", "{SECRET}"]\n',
+        f":4: engine.args[1]: {flag} is set by shardbox itself",
+        hint,
+    )
+    for flag, hint in {
+        "--world": "plan",
+        "--rank": "plan",
+        "--master": "plan",
+        "--next": "plan",
+        "--data-port": "ports.data",
+        "--signal-port": "ports.signal",
+        "-m": "path",
+        "--model": "path",
+        "--host": "api.bind",
+        "--port": "ports.api",
+        "-lw": "layers",
+        "--n-layer-window": "layers",
+        "-c": "context",
+        "--ctx-size": "context",
+        "-np": "slots",
+        "--parallel": "slots",
+        "-t": "threads",
+        "--threads": "threads",
+    }.items()
+] + [
+    one("flag-equals", OK + f'[engine]\nargs = ["--model={SECRET}"]\n', ":4: engine.args[0]: --model is set"),
+    one("flag-underscore", OK + '[engine]\nargs = ["--ctx_size"]\n', ":4: engine.args[0]: --ctx-size is set"),
+    one("flag-and-value", OK + '[engine]\nargs = ["-b 512"]\n', ":4: engine.args[0]: holds a flag and its value"),
+    one("flag-of-node", NODE + '[nodes.engine]\nargs = ["-c", "9"]\n', ':6: nodes[0] "alpha": engine.args[0]: -c'),
+]
+
+TOGETHER: list[Case] = [
+    one("secret-both", OK + f'secret = "{SECRET}"\n', ":3: cluster.secret: given beside secret_file"),
+    one("secret-neither", "[ports]\nmesh = 1\n", ": cluster.secret_file: missing", "shardbox secret"),
+    one("secret-empty", '[cluster]\nsecret = ""\n', ":1: cluster.secret_file: missing"),
+    one("static", OK + 'discovery = "static"\n', ':3: cluster.discovery: "static" finds no other box'),
+    one(
+        "static-address",
+        TWO.replace("[cluster]", '[cluster]\ndiscovery = "static"') + 'address = "b.lan"\n',
+        ':4: nodes[0] "alpha": address: missing',
+    ),
+    one("node-twice", NODE + '[[nodes]]\nname = "alpha"\n', ':6: nodes[1] "alpha": name: "alpha" is taken by'),
+    one("node-twice-case", NODE + '[[nodes]]\nname = "ALPHA"\n', ':6: nodes[1] "ALPHA": name: "alpha" is taken'),
+    one(
+        "address-twice",
+        NODE + 'address = "h"\n[[nodes]]\nname = "b"\naddress = "H"\n',
+        ':8: nodes[1] "b": address: H:7311 is taken by nodes[0] "alpha": address',
+    ),
+    one("model-twice", MODEL + '[[models]]\nname = "m"\npath = "x"\n', ":7: models[1] \"m\": name: 'm' is taken by"),
+    one(
+        "alias-of-other",
+        MODEL + '[[models]]\nname = "x"\npath = "x"\naliases = ["m"]\n',
+        ':9: models[1] "x": aliases: \'m\' is taken by models[0] "m": name',
+    ),
+    one("alias-twice", MODEL + 'aliases = ["a", "a"]\n', ":6: models[0] \"m\": aliases: 'a' is taken by"),
+    one("mesh-api", OK + "[ports]\nmesh = 8080\n", ":4: ports.mesh: 8080 meets api, 8080"),
+    one("data-signal", OK + "[ports]\nsignal = 9063\n", ":4: ports.signal: 9063-9126 meets data, 9000-9063"),
+    one("api-in-data", OK + "[ports]\napi = 9001\n", ":4: ports.api: 9001 meets data, 9000-9063"),
+    one("mesh-in-signal", OK + "[ports]\nmesh = 10063\n", ":4: ports.mesh: 10063 meets signal, 10000-10063"),
+    one(
+        "block-past-end",
+        OK + "[ports]\ndata = 65450\n" + "".join(f'[[models]]\nname = "m{n}"\npath = "m"\n' for n in range(2)),
+        ":4: ports.data: takes the ports 65450-65577",
+        "start at 65408 or lower",
+    ),
+    one(
+        "blocks-of-models",
+        OK + "[ports]\ndata = 9900\n" + "".join(f'[[models]]\nname = "m{n}"\npath = "m"\n' for n in range(2)),
+        ":4: ports.data: 9900-10027 meets signal",
+    ),
+    one(
+        "ports-of-node",
+        TWO + "[nodes.ports]\ndata = 10001\n",
+        ':8: nodes[1] "beta": ports.data: 10001-10064 meets signal, 10000-10063',
+    ),
+    one(
+        "ports-inherited",
+        OK + "[ports]\nmesh = 7000\n" + TWO[len(OK) :] + "ports.api = 7000\n",
+        ':9: nodes[1] "beta": ports.api: 7000 meets mesh, 7000',
+    ),
+    one("nodes-undeclared", RING + 'nodes = ["alpha", "bета"]\n', ':10: models[0] "m": nodes[1]: must be 1-63'),
+    one(
+        "nodes-unknown",
+        RING + 'nodes = ["alpha", "betta"]\n',
+        ':10: models[0] "m": nodes: "betta" is not in [[nodes]]',
+        'did you mean "beta"?',
+    ),
+    one("leader-unknown", RING + 'leader = "gamma"\n', ':10: models[0] "m": leader: "gamma" is not in [[nodes]]'),
+    one(
+        "leader-not-held",
+        RING + 'nodes = ["alpha"]\nleader = "beta"\n',
+        ':11: models[0] "m": leader: "beta" is not in nodes of this model',
+    ),
+    one(
+        "leader-no-layer",
+        RING + 'layers = {alpha = 1}\nleader = "beta"\n',
+        ':11: models[0] "m": leader: "beta" is not in layers of this model',
+    ),
+    one("layers-unknown", RING + "layers = {gamma = 1}\n", ':10: models[0] "m": layers: "gamma" is not in [[n'),
+    one(
+        "layers-not-held",
+        RING + 'nodes = ["alpha"]\nlayers = {beta = 1}\n',
+        ':11: models[0] "m": layers: "beta" is not in nodes of this model',
+    ),
+    one("layers-zero", RING + "[models.layers]\nalpha = 0\n", ':11: models[0] "m": layers.alpha: must be 1-4096'),
+    one("layers-twice", RING + "layers = {alpha = 1, Alpha = 2}\n", ':10: models[0] "m": layers.Alpha: given twice'),
+    one(
+        "layers-33",
+        MODEL + "layers = {" + ", ".join(f"n{n} = 1" for n in range(33)) + "}\n",
+        ':6: models[0] "m": layers: 33 nodes; a ring has at most 32',
+    ),
+    (
+        "all-at-once",
+        "[cluster]\nname = 1\n[ports]\nmesh = 8080\n[[nodes]]\nname = 'a'\nmemory = 'x'\nzz = 1\n",
+        [
+            (":1: cluster.secret_file: missing", ""),
+            (":2: cluster.name: must", ""),
+            (":4: ports.mesh: 8080 meets", ""),
+            (':7: nodes[0] "a": memory: must', ""),
+            (':8: nodes[0] "a": zz: unknown key', ""),
+        ],
+    ),
+    (
+        "no-cascade",
+        OK + "[ports]\nmesh = 8080\napi = 'x'\n[[nodes]]\nname = '!'\n[[models]]\nname='m'\npath='m'\nnodes=['b']\n",
+        [(":5: ports.api: must", ""), (":7: nodes[0].name: must", "")],
+    ),
+]
+
+FILES: list[Case] = [
+    one("empty", "", ": says nothing", "config.example.toml"),
+    one("whitespace", " \n\t\n", ": says nothing"),
+    one("only-comment", "# hello\n", ": says nothing"),
+    one("not-utf8", OK.encode() + b'name = "\xff"\n', ":3: not UTF-8 text (byte 0xff)"),
+    one("utf16", OK.encode("utf-16"), ":1: not UTF-8 text", "save it as UTF-8"),
+    one("nul", OK + 'name = "a\0b"\n', ":3:10: not TOML:"),
+    one("binary", b"\x7fELF\x02\x01\x01\x00", ":1:1: not TOML:"),
+    one("10-MB", b"#" * 10_000_000, ": is 9.54 MiB; a configuration has at most 1 MiB"),
+    one("syntax", OK + "name == 1\n", ":3:7: not TOML: Invalid value"),
+    one("open-string", OK + f'secret = "{SECRET}\n', ":3:"),
+    one("bare-secret", OK + f"secret = {SECRET}\n", ":3:"),
+    one("table-twice", OK + "[ports]\n[ports]\n", ":4:7: not TOML: Cannot declare", "only once"),
+    one("key-twice", OK + 'secret_file = "t"\n', ":3:", "only once"),
+    one("deep", "a = " + "[" * 50_000, ": not a configuration: nested too deeply"),
+    one("deep-key", "a" + ".a" * 50_000 + " = 1", ": not a configuration: nested too deeply"),
+    one("long-number", "a = " + "9" * 5000, ": not a configuration: a number has too many digits"),
+]
+
+CASES = TYPES + KEYS + VALUES + FLAGS + TOGETHER + FILES
+
+
+@pytest.mark.parametrize(("text", "wanted"), [case[1:] for case in CASES], ids=[case[0] for case in CASES])
+def test_mistake_is_named_once_at_its_place(text: str | bytes, wanted: list[tuple[str, str]]) -> None:
+    found = mistakes(text)
+    assert len(found) == len(wanted), found
+    for message, (start, also) in zip(found, wanted, strict=True):
+        assert message.startswith(f"box.toml{start}"), message
+        assert also in message
+        assert "hunter2" not in message and "8675309" not in message and "12345" not in message
+        assert max(map(len, message.splitlines())) < 300
+        assert message.replace("\nhint: ", "").isprintable()
+
+
+def test_every_key_has_a_reader_and_every_reader_a_field() -> None:
+    renamed = {"memory_bytes": "memory", "gpu_memory_bytes": "gpu_memory"}
+    for kind, readers in (
+        (ClusterConfig, _CLUSTER), (PortsConfig, _PORTS), (ApiConfig, _API), (EngineConfig, _ENGINE),
+        (NodeConfig, _NODES), (ModelConfig, _MODELS), (RehearseConfig, _REHEARSE),
+    ):  # fmt: skip
+        assert {renamed.get(field.name, field.name) for field in dataclasses.fields(kind)} == set(readers)
+
+
+def test_example_equals_the_defaults() -> None:
+    config = parse(EXAMPLE)
+    assert config.cluster == ClusterConfig(secret_file="cluster.secret")
+    assert (config.ports, config.api, config.engine) == (PortsConfig(), ApiConfig(), EngineConfig())
+    assert config.nodes == ()
+    assert config.models == (ModelConfig(name="qwq-32b", path="models/qwq-32b-q4_k_m.gguf"),)
+    assert (config.file, config.folder) == ("box.toml", "/etc/box")
+
+
+def test_example_shows_every_key_and_its_samples_parse() -> None:
+    parse(UNCOMMENTED)
+    said = tomllib.loads(UNCOMMENTED)
+    node, model = said["nodes"][0], said["models"][0]
+    assert set(said["cluster"]) | {"secret"} == set(_CLUSTER)
+    assert "# secret = " in EXAMPLE
+    for table, readers in (
+        (said["ports"], _PORTS), (said["api"], _API), (said["engine"], _ENGINE), (node, _NODES),
+        (node["ports"], _PORTS), (model, _MODELS), (model["rehearse"], _REHEARSE),
+    ):  # fmt: skip
+        assert set(table) == set(readers)
+    assert set(node["engine"]) == set(_ENGINE) - {"kind", "isolate"}
+
+
+def test_node_engine_and_ports_are_merged_over_the_cluster() -> None:
+    config = parse(
+        OK + '[engine]\nkind = "rehearsal"\nargs = ["-v"]\nenv = {A = "1", B = "2"}\n[ports]\nmesh = 7000\n'
+        '[[nodes]]\nname = "Beta"\nmemory = "20GiB"\ngpu_memory = 0\nmodel_dirs = ["/mnt"]\n'
+        '[nodes.engine]\npath = ["x", "y"]\nargs = ["-q"]\nenv = {B = "3"}\nthreads = 4\n'
+        "[nodes.ports]\ndata = 9500\n"
+        '[[nodes]]\nname = "alpha"\nmemory = "auto"\n'
+    )
+    beta, alpha = config.nodes
+    assert beta == NodeConfig(
+        name="beta", memory_bytes=20 << 30, gpu_memory_bytes=0, model_dirs=("/mnt",),
+        ports=PortsConfig(mesh=7000, data=9500),
+        engine=EngineConfig(
+            kind="rehearsal", path=("x", "y"), args=("-q",), env={"A": "1", "B": "3"}, threads=4,
+        ),
+    )  # fmt: skip
+    assert alpha == NodeConfig(name="alpha", engine=config.engine, ports=config.ports)
+    assert config.engine.env == {"A": "1", "B": "2"}
+
+
+def test_model_values_arrive() -> None:
+    config = parse(
+        RING.replace('"m"', '"org/m:q4"') + 'aliases = ["q"]\ncontext = 8192\nslots = 4\nmax_output = 10\n'
+        'nodes = ["ALPHA", "beta"]\nleader = "Beta"\nlayers = {Alpha = 40, beta = 24}\nautostart = false\n'
+        'embeddings = true\nrehearse = {layers = 64, width = 5120, bytes = "20GiB"}\n'
+    )
+    assert config.models == (
+        ModelConfig(
+            name="org/m:q4", path="m.gguf", aliases=("q",), context=8192, slots=4, max_output=10,
+            nodes=("alpha", "beta"), leader="beta", layers={"alpha": 40, "beta": 24}, autostart=False,
+            embeddings=True, rehearse=RehearseConfig(layers=64, width=5120, bytes=20 << 30),
+        ),
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("address", ["192.168.1.20", "127.0.0.2", "alpha", "alpha.lan", "a-1.b_c.example", "3com"])
+def test_address_of_ipv4_or_host_name_is_accepted(address: str) -> None:
+    assert parse(NODE + f'address = "{address}"\n').nodes[0].address == address
+
+
+def test_undeclared_node_names_are_accepted_without_nodes() -> None:
+    assert parse(MODEL + 'leader = "x"\nnodes = ["x", "y"]\nlayers = {x = 1, y = 2}\n').models[0].leader == "x"
+
+
+def test_ports_that_every_node_replaces_do_not_matter() -> None:
+    text = OK + '[ports]\nmesh = 8080\n[[nodes]]\nname = "a"\nports = {mesh = 7000}\n'
+    assert parse(text).nodes[0].ports.mesh == 7000
+
+
+def test_blocks_that_touch_are_accepted() -> None:
+    assert parse(OK + "[ports]\ndata = 9000\nsignal = 9064\nmesh = 8999\napi = 9128\n").ports.signal == 9064
+    assert parse(OK + "[ports]\ndata = 65471\n").ports.data == 65471
+
+
+def test_byte_order_mark_and_windows_line_ends_are_accepted() -> None:
+    assert parse(b"\xef\xbb\xbf" + OK.replace("\n", "\r\n").encode()).cluster.secret_file == "s"
+    assert mistakes((OK + "[api]\nx = 1\n").replace("\n", "\r\n"))[0].startswith("box.toml:4: api.x: ")
+
+
+def test_interfaces_are_names_or_networks() -> None:
+    assert parse(OK + 'interfaces = ["eth0.5", "192.168.1.7/24"]\n').cluster.interfaces == ("eth0.5", "192.168.1.0/24")
+
+
+def test_file_of_one_mib_is_read_and_one_byte_more_is_not() -> None:
+    text = OK.ljust(MAX_CONFIG_BYTES, "\n")
+    assert parse(text).cluster.secret_file == "s"
+    assert mistakes(text + "\n") == ["box.toml: is 1 MiB; a configuration has at most 1 MiB"]
+
+
+@pytest.mark.parametrize(
+    ("text", "line"),
+    [
+        ('x = """\n[ports]\nmesh = 1\n"""\n[ports]\nmesh = 0\n', 6),
+        ("x = '''\n[ports]''''\n[ports]\nmesh = 0\n", 4),
+        ('# [ports]\n  [ ports ]  # ]\n  "mesh"=0 # x\n', 3),
+        ("[engine]\nargs = [ # [\n '#',\n \"]\",\n]\n[ports]\nmesh = 0\n", 7),
+        ("ports.api = 1\nports.mesh = 0\n", 2),
+        ("ports = {api = 1, mesh = 0}\n", 1),
+    ],
+)
+def test_line_is_found_among_strings_comments_and_brackets(text: str, line: int) -> None:
+    assert any(problem.startswith(f"box.toml:{line}: ports.mesh: must be") for problem in mistakes(text))
+
+
+def test_secret_is_nowhere_in_the_error_or_the_repr() -> None:
+    text = f'[cluster]\nsecret = "{SECRET}"\n'
+    assert SECRET not in repr(parse(text))
+    with pytest.raises(ConfigError) as caught:
+        parse(text + "[")
+    seen: list[Any] = [caught.value, caught.value.args, vars(caught.value), caught.value.__context__]
+    assert "hunter2" not in "".join(map(repr, seen))
+
+
+def quietly(data: bytes) -> list[str]:
+    """The problems of a file, none for a good one. Anything but ConfigError is a failure of the test."""
+    try:
+        parse(data)
+    except ConfigError as error:
+        assert error.problems
+        return [str(problem) for problem in error.problems]
+    return []
+
+
+@given(st.binary(max_size=300))
+def test_arbitrary_bytes_raise_nothing_but_config_error(data: bytes) -> None:
+    quietly(data)
+
+
+PIECES = st.sampled_from(
+    ["", "\n", '"', "'", '"""', "[", "]", "{", "}", "=", "#", ".", ",", "\\", "-", "0", "1e999", "nan", "true",
+     "\0", "[[nodes]]\n", "[[models]]\n", "[ports]\n", "name = 1\n", "\r", "é"]
+) | st.text(max_size=4)  # fmt: skip
+
+
+@settings(max_examples=400)
+@given(st.data())
+def test_mutated_example_raises_nothing_but_config_error_and_keeps_the_secret(data: st.DataObject) -> None:
+    text = UNCOMMENTED.replace('secret_file = "cluster.secret"', f'secret = "{SECRET}"')
+    for _ in range(data.draw(st.integers(1, 3))):
+        start = data.draw(st.integers(0, len(text)))
+        text = text[:start] + data.draw(PIECES) + text[start + data.draw(st.integers(0, 12)) :]
+    assert "horse" not in "".join(quietly(text.encode("utf-8", "surrogateescape")))
+
+
+SCALARS = st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=6) | st.sampled_from(["a", "auto"])
+
+
+def as_toml(value: Any) -> str:
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{key} = {as_toml(item)}" for key, item in value.items()) + "}"
+    if isinstance(value, list):
+        return "[" + ", ".join(map(as_toml, value)) + "]"
+    if isinstance(value, str):
+        return '"' + "".join(f"\\U{ord(char):08x}" for char in value) + '"'
+    return str(value).lower() if isinstance(value, bool) else "1979-05-27" if value is None else repr(value)
+
+
+@settings(max_examples=400)
+@given(st.data())
+def test_any_value_under_any_key_raises_nothing_but_config_error(data: st.DataObject) -> None:
+    values = st.recursive(
+        SCALARS.filter(lambda value: not isinstance(value, str) or value.isascii()),
+        lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from(["a", "name", "mesh"]), inner),
+        max_leaves=4,
+    )
+    tables = {"cluster": _CLUSTER, "ports": _PORTS, "api": _API, "engine": _ENGINE, "nodes": _NODES, "models": _MODELS}
+    document: dict[str, Any] = {}
+    for table in data.draw(st.sets(st.sampled_from(sorted(tables)), min_size=1)):
+        keys = data.draw(st.sets(st.sampled_from(sorted(tables[table])), max_size=4))
+        body = {key: data.draw(values) for key in sorted(keys)}
+        document[table] = [body, body] if table in ("nodes", "models") else body
+    quietly("\n".join(f"{key} = {as_toml(value)}" for key, value in document.items()).encode())
