@@ -406,7 +406,7 @@ _Path = tuple[str | int, ...]
 # --- where a key stands: tomli gives no positions, so a small scanner over text that tomli has accepted ---
 
 _KEY = r"""(?:[A-Za-z0-9_-]+|"(?:\\.|[^"\\\n])*"|'[^'\n]*')"""
-_STATEMENT = re.compile(rf"[ \t]*(\[\[?)?[ \t]*({_KEY}(?:[ \t]*\.[ \t]*{_KEY})*)[ \t]*[\]=]")
+_STATEMENT = re.compile(rf"[ \t]*+(\[\[?)?[ \t]*+({_KEY}(?:[ \t]*+\.[ \t]*+{_KEY})*)[ \t]*+[\]=]")
 _TOKEN = re.compile(
     r'''"""(?:\\.|[^\\])*?"{3,5}|\'\'\'.*?'{3,5}|"(?:\\.|[^"\\\n])*"|'[^'\n]*'|#[^\n]*|[\[\]{}\n]''', re.DOTALL
 )
@@ -2494,6 +2494,8 @@ def diagnose(code: int, tail: Sequence[str]) -> str:
             if re.search(pattern, line):
                 return f"{words} [{line.strip()[:160]}]"
     number = -code if code < 0 else code - 128 if code > 128 else 0
+    if number in (9, 15):  # its own output says nothing about that
+        return _SIGNALS[number]
     words = _SIGNALS.get(number, f"signal {number}" if number else f"it ended with exit code {code}")
     last = next((line.strip() for line in reversed(tail) if line.strip()), "")
     return words + (f" [{last[:160]}]" if last else "")
@@ -5103,9 +5105,7 @@ def process_identity(pid: int) -> str:
         if len(stat) < 20 or stat[0] in "ZX":
             return ""
         return f"{_read_text('/proc/sys/kernel/random/boot_id').strip()}:{stat[19]}"
-    shown = subprocess.run(
-        ["/bin/ps", "-o", "lstart=", "-p", str(pid)], capture_output=True, text=True, check=False
-    )
+    shown = subprocess.run(["/bin/ps", "-o", "lstart=", "-p", str(pid)], capture_output=True, text=True, check=False)
     return shown.stdout.strip()
 
 
@@ -6401,9 +6401,9 @@ class RankHost:
         assert run.engine is not None
         if orderly and run.session is not None:
             await self._settle(run)
-        steps = [(signal.SIGTERM, TERM_S), (signal.SIGKILL, TERM_S)]
+        steps: list[tuple[int, float]] = [(signal.SIGTERM, TERM_S), (signal.SIGKILL, TERM_S)]
         if orderly and run.plan.world > 1 and run.rank > 0:
-            steps.insert(0, (signal.Signals(0), RING_STOP_S))
+            steps.insert(0, (0, RING_STOP_S))
         for signum, wait_s in steps:
             if signum:
                 run.engine.signal(signum)
@@ -7824,7 +7824,7 @@ async def pass_on(
         async for chunk in chunks:
             await response.write(chunk)
     except (aiohttp.ClientError, EngineError) as error:
-        text = f"the answer of {model} broke off: {error or type(error).__name__}"
+        text = f"the answer of {model} broke off: {breakage(error)}"
         if response.content_type != "text/event-stream":
             assert request.transport is not None
             request.transport.abort()  # a cut body must not look whole
@@ -7832,6 +7832,11 @@ async def pass_on(
         await response.write(error_event(text))
     await response.write_eof()
     return response
+
+
+def breakage(error: BaseException) -> str:
+    """Why an answer ended early, for its reader."""
+    return str(error) if isinstance(error, ShardboxError) else "the connection to its engine was lost"
 
 
 def error_event(text: str) -> bytes:
@@ -7871,7 +7876,7 @@ async def answer_model(
     except (aiohttp.ClientError, EngineError) as error:
         return api_error(
             503,
-            f"the ring of {model.name} broke while it answered: {error or type(error).__name__}",
+            f"the ring of {model.name} broke while it answered: {breakage(error)}",
             kind="server_error",
             code="ring_lost",
             headers={"Retry-After": "5"},
@@ -7931,10 +7936,10 @@ async def engine_events(reply: aiohttp.ClientResponse) -> AsyncIterator[dict[str
         *events, buffer = buffer.split(b"\n\n")
         for event in events:
             field, _, value = event.partition(b":")
-            if field.strip() == b"error":
-                yield {"error": json.loads(value)}
-            elif field.strip() == b"data" and value.strip() != b"[DONE]":
-                yield json.loads(value)
+            if field.strip() in (b"data", b"error") and value.strip() != b"[DONE]":
+                data = json.loads(value)
+                whole = "choices" in data or "content" in data or "error" in data
+                yield data if whole else {"error": data}  # Prima sends its errors bare
 
 
 def engine_refusal(status: int, event: dict[str, Any] | None) -> web.Response:
