@@ -2417,11 +2417,9 @@ class ModelView:
     restarts: int = 0  # in RESTART_MEMORY_S
     in_flight: int = 0
     tokens_per_s: float = 0.0  # of the last answers
-    windows: tuple[int, ...] = ()
-    nodes: tuple[str, ...] = ()
     ranks: tuple[RankView, ...] = ()
     last_trouble: str = ""
-    plan_reason: str = ""
+    plan: ModelPlan | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -3377,13 +3375,16 @@ class Hint:
 class Discovery:
     """Advertises this node and collects the adverts of others in `hints`, by service name."""
 
-    def __init__(self, *, cluster: str, node: str, machine: str, port: int, on_change: Callable[[], None]) -> None:
+    def __init__(
+        self, cluster: str, node: str, machine: str, port: int, on_change: Callable[[], None], advertise: bool = True
+    ) -> None:
         self.hints: dict[str, Hint] = {}
         self.problem = ""
         self._properties = {"cluster": cluster, "node": node, "protocol": str(PROTOCOL), "version": VERSION}
         self._label = f"{node[:50]}-{machine[:8]}"
         self._port = port
         self._on_change = on_change
+        self._advertise = advertise
         self._zeroconf: AsyncZeroconf | None = None
         self._browser: AsyncServiceBrowser | None = None
         self._addresses: tuple[str, ...] = ()
@@ -3420,7 +3421,8 @@ class Discovery:
             server=f"{self._label}.local.",
         )
         self._browser = AsyncServiceBrowser(self._zeroconf.zeroconf, SERVICE_TYPE, handlers=[self._on_service])
-        await self._zeroconf.async_register_service(info, allow_name_change=True)
+        if self._advertise:
+            await self._zeroconf.async_register_service(info, allow_name_change=True)
 
     def _on_service(self, zeroconf: Any, service_type: str, name: str, state_change: Any) -> None:
         if state_change.name == "Removed":
@@ -5868,6 +5870,7 @@ def rehearse(
 # 12. Supervisor: peers, this node's ranks, the rings that it leads, and the node that holds them together
 # ======================================================================================================
 
+MAX_HINTS = 16  # addresses remembered for one node
 POLL_S = 2.0  # between two questions to a peer
 CALL_TIMEOUT_S = 5.0  # bounds one question to a peer
 LOST_S = 7.0  # a peer silent for longer is lost: three questions unanswered
@@ -5982,14 +5985,15 @@ class Peers:
         hints: Callable[[], Iterable[Hint]],
         hello: Callable[[], dict[str, str]],
         on_state: Callable[[Peer, dict[str, Any]], None],
+        on_twin: Callable[[ShardboxError], None],
     ) -> None:
         self.known: dict[str, Peer] = {}
-        self.twin_error: str = ""
         self._name = name
         self._links = links
         self._hints = hints
         self._hello = hello
         self._on_state = on_state
+        self._on_twin = on_twin
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._news: dict[str, asyncio.Event] = {}
 
@@ -6003,6 +6007,8 @@ class Peers:
                 peer = self.known[hint.node] = Peer(name=hint.node)
                 self._tasks[hint.node] = asyncio.get_running_loop().create_task(self._follow(peer))
             peer.hints[hint.address, hint.port] = hint
+            if len(peer.hints) > MAX_HINTS:
+                del peer.hints[next(iter(peer.hints))]
 
     def ask_now(self, name: str) -> None:
         """That node has news: ask it at once."""
@@ -6052,6 +6058,8 @@ class Peers:
                 self._take(peer, hint, state, started)
                 return
             except ShardboxError as error:
+                if peer.name == self._name and isinstance(error, MeshError) and error.kind == "refused":
+                    self._on_twin(UsageError(error.what, hint=error.hint))
                 error.what = f"{error.what} ({hint.address}:{hint.port})"
                 problem = problem or error
         if problem:
@@ -6633,6 +6641,7 @@ class Rings:
             raise EngineError(f"no one-token answer: {error!r}", where=f"model {model}") from None
         if reply.status != 200 or not (answer.get("choices") or answer.get("data")):
             raise EngineError(f"the one-token answer was {str(answer)[:200]}", where=f"model {model}")
+        await asyncio.gather(*(self._look(rank, effect, self.ranks[model], {}) for rank in effect.plan.ranks))
         self.post(model, Event(kind="answered", generation=effect.generation))
 
     async def _teardown(self, model: str, effect: Effect) -> None:
@@ -6729,6 +6738,55 @@ class Rings:
                 task.cancel()
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reach:
+    """What one node found when it dialled another."""
+
+    source: str
+    target: str
+    address: str
+    rtt_ms: float = 0.0
+    problem: str = ""
+    hint: str = ""
+
+
+async def reach_all(config: Config, name: str, hints: Iterable[Hint], mesh: Mesh, pool: Executor) -> list[Reach]:
+    """Dial every hinted and declared node from here, afresh: address, port, secret and name are all tried."""
+    targets: dict[str, list[Hint]] = {node.name: [] for node in config.nodes if node.name != name}
+    for hint in hints:
+        if hint.node != name:
+            targets.setdefault(hint.node, []).append(hint)
+
+    async def reach(target: str, hints: list[Hint]) -> Reach:
+        hint_text = "is it up? give its `address` in [[nodes]] where multicast is blocked"
+        best = Reach(source=name, target=target, address="-", problem="not discovered", hint=hint_text)
+        for hint in hints:
+            where, started = f"{hint.address}:{hint.port}", time.monotonic()
+            try:
+                link = await asyncio.get_running_loop().run_in_executor(
+                    pool, mesh.dial, hint.address, hint.port, target, "control", CALL_TIMEOUT_S
+                )
+            except MeshError as error:
+                advice = error.hint or mesh_hint(error.kind, hint.port)
+                best = Reach(source=name, target=target, address=where, problem=error.what, hint=advice)
+                continue
+            link.close()
+            return Reach(source=name, target=target, address=where, rtt_ms=(time.monotonic() - started) * 1000)
+        return best
+
+    return list(await asyncio.gather(*(reach(target, found) for target, found in sorted(targets.items()))))
+
+
+def mesh_hint(kind: str, port: int) -> str:
+    """What to do about a dial that failed."""
+    return {
+        "unreachable": f"is shardbox up there? open TCP port {port} in its firewall",
+        "wrong_secret": "put the same cluster secret on both boxes",
+        "wrong_name": "another node answers at this address: correct [[nodes]]",
+        "protocol": "install the same shardbox on both boxes",
+    }.get(kind, "see that node's log")
+
+
 class Node:
     """One `shardbox up`: everything that this box does, in one event loop and the mesh's threads."""
 
@@ -6747,14 +6805,16 @@ class Node:
         self.links = Links(self.mesh, self.pool)
         self.surveyor = Surveyor(config, name, folder)
         self.facts = self.surveyor.survey(own_bytes=0)
-        self.discovery = Discovery(
-            cluster=config.cluster.name,
-            node=name,
-            machine=self.facts.machine,
-            port=config.node(name).ports.mesh,
-            on_change=self._on_hints,
+        port = config.node(name).ports.mesh
+        self.discovery = Discovery(config.cluster.name, name, self.facts.machine, port, self._on_hints)
+        self.peers = Peers(
+            name=name,
+            links=self.links,
+            hints=self._hints,
+            hello=self._hello,
+            on_state=self._on_state,
+            on_twin=self.fail,
         )
-        self.peers = Peers(name=name, links=self.links, hints=self._hints, hello=self._hello, on_state=self._on_state)
         self.host = RankHost(
             config=config,
             name=name,
@@ -6912,9 +6972,10 @@ class Node:
 
     def plans(self) -> dict[str, ModelPlan | PlanError]:
         """Today's plans from live facts; rings that run keep what they have. Cached while nothing changes."""
-        placed = {
-            name: ring.plan for name, ring in self.rings.rings.items() if ring.plan and ring.phase in Phase.ACTIVE
-        }
+        views = [view for peer in self.peers.live() for view in peer.models if view.leader == peer.name]
+        placed = {view.model: view.plan for view in views if view.plan and view.phase in Phase.ACTIVE}
+        own = self.rings.rings.values()
+        placed |= {ring.model: ring.plan for ring in own if ring.plan and ring.phase in Phase.ACTIVE}
         facts = self.all_facts()
         key = digest([[to_json(node) for node in facts], sorted(placed)])
         if key != self._plans_key:
@@ -7001,8 +7062,9 @@ class Node:
     async def _report(self, proposer: str, body: dict[str, str]) -> None:
         try:
             await self.peers.call(proposer, "POST", "/peer/trouble", body)
-        except ShardboxError as error:  # it will see it at its next look, or lose our lease
-            log.info("could not tell %s: %s", proposer, error.what)
+        except ShardboxError as error:
+            log.info("%s cannot be told (%s): this rank stops", proposer, error.what)
+            await self.host.release(body["model"], body["generation"], orderly=False)
 
     # --- what others see -----------------------------------------------------------------------------
 
@@ -7029,11 +7091,9 @@ class Node:
             restarts=len(ring.restarts),
             in_flight=self.rings.in_flight.get(name, 0),
             tokens_per_s=self.rings.tokens_per_s.get(name, 0.0),
-            windows=tuple(rank.window for rank in plan.ranks) if plan else (),
-            nodes=tuple(rank.node for rank in plan.ranks) if plan else (),
             ranks=tuple(views[rank.node] for rank in plan.ranks if rank.node in views) if plan else (),
             last_trouble=ring.last_trouble,
-            plan_reason=plan.reason if plan else "",
+            plan=plan,
         )
 
     def best_view(self, name: str) -> ModelView:
@@ -7167,6 +7227,11 @@ class Node:
             exits=tuple(self.host.exits),
             refusals=dict(self.mesh.refusals),
         )
+
+    async def reach_all(self) -> list[Reach]:
+        """Dial every known and declared node, afresh."""
+        hints = [hint for peer in self.peers.known.values() for hint in peer.hints.values()]
+        return await reach_all(self.config, self.name, hints, self.mesh, self.pool)
 
     # --- running -------------------------------------------------------------------------------------
 
@@ -7398,7 +7463,7 @@ def peer_app(node: Node) -> web.Application:
         return web.json_response({})
 
     async def pairs(request: web.Request) -> web.StreamResponse:
-        return web.json_response(to_json(await reach_all(node, caller(request))))
+        return web.json_response(to_json(await node.reach_all()))
 
     async def logs(request: web.Request) -> web.StreamResponse:
         return web.json_response(
@@ -7431,72 +7496,6 @@ def peer_app(node: Node) -> web.Application:
 class _Expect:
     root: str = ""
     commit: str = ""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Reach:
-    """What one node found when it dialled another."""
-
-    source: str
-    target: str
-    address: str
-    rtt_ms: float = 0.0
-    problem: str = ""
-    hint: str = ""
-
-
-async def reach_all(node: Node, asked_by: str) -> list[Reach]:
-    """Dial every known and declared node from here, afresh: address, port, secret and name are all tried."""
-    targets = {peer.name: list(peer.hints.values()) for peer in node.peers.known.values() if peer.name != node.name}
-    for entry in node.config.nodes:
-        if entry.name != node.name:
-            targets.setdefault(entry.name, [])
-
-    async def reach(name: str, hints: list[Hint]) -> Reach:
-        if not hints:
-            return Reach(
-                source=node.name,
-                target=name,
-                address="-",
-                problem="not discovered",
-                hint="is it up? give its `address` in [[nodes]] where multicast is blocked",
-            )
-        best = Reach(source=node.name, target=name, address="-")
-        for hint in hints:
-            started = time.monotonic()
-            try:
-                link = await asyncio.get_running_loop().run_in_executor(
-                    node.pool, node.mesh.dial, hint.address, hint.port, name, "control", CALL_TIMEOUT_S
-                )
-            except MeshError as error:
-                best = Reach(
-                    source=node.name,
-                    target=name,
-                    address=f"{hint.address}:{hint.port}",
-                    problem=error.what,
-                    hint=error.hint or mesh_hint(error.kind, hint.port),
-                )
-                continue
-            link.close()
-            return Reach(
-                source=node.name,
-                target=name,
-                address=f"{hint.address}:{hint.port}",
-                rtt_ms=(time.monotonic() - started) * 1000,
-            )
-        return best
-
-    return list(await asyncio.gather(*(reach(name, hints) for name, hints in sorted(targets.items()))))
-
-
-def mesh_hint(kind: str, port: int) -> str:
-    """What to do about a dial that failed."""
-    return {
-        "unreachable": f"is shardbox up there? open TCP port {port} in its firewall",
-        "wrong_secret": "put the same cluster secret on both boxes",
-        "wrong_name": "another node answers at this address: correct [[nodes]]",
-        "protocol": "install the same shardbox on both boxes",
-    }.get(kind, "see that node's log")
 
 
 def read_logs(node: Node, model: str, lines: int) -> dict[str, str]:
@@ -7567,7 +7566,7 @@ def owner_app(node: Node) -> web.Application:
         return web.json_response(result)
 
     async def check(request: web.Request) -> web.StreamResponse:
-        reaches = await reach_all(node, node.name)
+        reaches = await node.reach_all()
         for peer in node.peers.live():
             try:
                 reply = await node.peers.call(peer.name, "GET", "/peer/pairs", None, 4 * CALL_TIMEOUT_S)
@@ -8152,8 +8151,8 @@ def status_text(snapshot: Snapshot, verbose: bool = True) -> str:
     )
     for view in snapshot.models:
         lines += ["", f"model {view.model}: {view.phase}" + (f", {view.reason}" if view.reason else "")]
-        if view.plan_reason:
-            lines.append(f"  {view.plan_reason}")
+        if view.plan:
+            lines.append(f"  {view.plan.reason}")
         if view.ranks:
             lines.append(ranks_table(view))
     lines += ["", peers_table(snapshot.peers)]
@@ -8607,12 +8606,6 @@ def check_pairs(config: Config, reply: dict[str, Any]) -> list[Finding]:
             Finding(level="fail" if pair.problem else "ok", what=line + (pair.problem or good), hint=pair.hint)
         )
     facts = [from_json(NodeFacts, item, "facts") for item in reply["facts"]]
-    names = {node.name for node in facts}
-    found += [
-        Finding(level="fail", what=f"{node.name}: in [[nodes]], but not there", hint="start shardbox there")
-        for node in config.nodes
-        if node.name not in names
-    ]
     for label, values in (
         ("shardbox.toml", {node.name: node.config_hash for node in facts}),
         ("shardbox version", {node.name: node.version for node in facts}),
@@ -8645,25 +8638,53 @@ def check_pairs(config: Config, reply: dict[str, Any]) -> list[Finding]:
     return found
 
 
+async def reach_outward(config: Config, facts: NodeFacts, secret: str) -> dict[str, Any]:
+    """What `check` can find out about other boxes from one that is not up: who advertises, who can be reached."""
+    hints = [
+        Hint(node=node.name, address=node.address, port=node.ports.mesh, source="static")
+        for node in config.nodes
+        if node.address
+    ]
+    problem = ""
+    if config.cluster.discovery == "mdns":
+        discovery = Discovery(
+            config.cluster.name, facts.name, facts.machine, facts.mesh_port, lambda: None, advertise=False
+        )
+        await discovery.announce(tuple(address.address for address in facts.addresses))
+        await asyncio.sleep(SETTLE_S)
+        problem = discovery.problem
+        hints += [hint for hint in discovery.hints.values() if hint.cluster == config.cluster.name]
+        await discovery.close()
+
+    def refuse(peer: str, service: str) -> NoReturn:
+        raise MeshError("this node is not up", kind="refused")
+
+    mesh = Mesh(keys=mesh_keys(secret, config.cluster.name, facts.name), open_service=refuse)
+    with ThreadPoolExecutor(max_workers=16) as pool:
+        pairs = await reach_all(config, facts.name, hints, mesh, pool)
+    mesh.close()
+    return {"pairs": to_json(pairs), "facts": [to_json(facts)], "clock_skew_s": {}, "discovery": problem}
+
+
 def run_check(config: Config, name: str, as_json: bool) -> int:
     """`check`: 0 when nothing failed, 1 otherwise."""
-    read_secret(config)
+    secret = read_secret(config)
     try:
         reply = ask_node(config, name, "GET", "/check")
     except NodeDown:
         reply = None
     facts = [from_json(NodeFacts, item, "facts") for item in reply["facts"]][0] if reply else survey_once(config, name)
     found = check_box(config, facts, running=reply is not None)
-    if reply:
-        found += check_pairs(config, reply)
-    else:
+    if reply is None:
         found.append(
             Finding(
                 level="warn",
-                what=f"node {name} is not up: other boxes were not tried",
+                what=f"node {name} is not up: no other box could try to reach it",
                 hint="`shardbox up` here and there, then check again",
             )
         )
+        reply = asyncio.run(reach_outward(config, facts, secret))
+    found += check_pairs(config, reply)
     failed = any(finding.level == "fail" for finding in found)
     if as_json:
         print(json.dumps({"ok": not failed, "findings": to_json(found)}, indent=2))
