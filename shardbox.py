@@ -1836,8 +1836,8 @@ class _Draft:
     leaders: list[Room]
     left_out: dict[str, str]
 
-    def fail(self, what: str, hint: str) -> typing.NoReturn:
-        raise PlanError(what, where=f"model {self.model.name}", hint=hint)
+    def error(self, what: str, hint: str) -> PlanError:
+        return PlanError(what, where=f"model {self.model.name}", hint=hint)
 
     def single(self) -> tuple[list[tuple[Room, int]], str] | None:
         """The roomiest leader alone, when it all fits there."""
@@ -1855,20 +1855,22 @@ class _Draft:
         missing = [node for node in windows if all(room.node != node for room in self.rooms)]
         if missing:
             reasons = ", ".join(f"{node} ({self.left_out.get(node, 'not reachable')})" for node in missing)
-            self.fail(f"`layers` names nodes that cannot take part: {reasons}", "start them, or plan without `layers`")
+            raise self.error(
+                f"`layers` names nodes that cannot take part: {reasons}", "start them, or plan without `layers`"
+            )
         if sum(windows.values()) != self.shape.layers:
-            self.fail(
+            raise self.error(
                 f"`layers` adds up to {sum(windows.values())}, the model has {self.shape.layers}",
                 "give every layer to one node",
             )
         lead = next((room for room in self.leaders if room.node in windows), None)
         if lead is None:
-            self.fail("no node in `layers` can lead", "one of them needs llama-server")
+            raise self.error("no node in `layers` can lead", "one of them needs llama-server")
         ring = [lead] + [room for room in self.rooms if room.node in windows and room is not lead]
         pairs = [(room, windows[room.node]) for room in ring]
         over = self.overrun(pairs)
         if over:
-            self.fail(f"`layers` by hand do not fit: {over}", "move layers to a node with room")
+            raise self.error(f"`layers` by hand do not fit: {over}", "move layers to a node with room")
         return pairs, "windows set by hand in `layers`"
 
     def ring(self) -> tuple[list[tuple[Room, int]], str]:
@@ -1888,7 +1890,7 @@ class _Draft:
         have = sum(room.total_bytes for room in rooms)
         listing = ", ".join(f"{room.node} {format_size(room.total_bytes)}" for room in rooms)
         short = max(need - have, max(self.costs.layer_bytes, default=1))
-        self.fail(
+        raise self.error(
             f"too big for the nodes there are: needs {format_size(need)}, they have {format_size(have)} "
             f"({listing}); short by {format_size(short)}",
             "add a box, a smaller quantisation or a shorter context",
@@ -2356,6 +2358,14 @@ class Lease:
     proposer: str
     generation: str
     expires: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Expected:
+    """What the leader has, for each rank to compare with: "" is not compared."""
+
+    root: str = ""  # content hash of the model
+    commit: str = ""  # the engine's build
 
 
 LEASE_S = 10.0  # a rank that hears nothing from its proposer for so long stops by itself
@@ -5964,7 +5974,6 @@ class Peer:
     facts: NodeFacts | None = None
     facts_digest: str = ""
     models: tuple[ModelView, ...] = ()
-    ranks: tuple[RankView, ...] = ()
     target: tuple[str, str, int] | None = None
     source: str = ""
     rtt_ms: float = 0.0
@@ -6084,8 +6093,7 @@ class Peers:
             return  # an older start of the same node, late
         rtt_ms = (now - started) * 1000
         peer.facts, peer.facts_digest = facts, str(state.get("digest", ""))
-        peer.models = from_json(_PeerViews, state, "state").models
-        peer.ranks = from_json(_PeerViews, state, "state").ranks
+        peer.models = tuple(from_json(ModelView, view, "models") for view in state.get("models") or [])
         peer.rtt_ms = rtt_ms if not peer.rtt_ms else min(rtt_ms, 0.8 * peer.rtt_ms + 0.2 * rtt_ms)
         peer.target, peer.source = (peer.name, hint.address, hint.port), hint.source
         peer.last_seen, peer.problem = now, ""
@@ -6097,12 +6105,6 @@ class Peers:
         for task in self._tasks.values():
             task.cancel()
         await asyncio.gather(*self._tasks.values(), return_exceptions=True)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _PeerViews:
-    models: tuple[ModelView, ...] = ()
-    ranks: tuple[RankView, ...] = ()
 
 
 @dataclass(slots=True, kw_only=True)
@@ -6162,10 +6164,10 @@ class RankHost:
             raise PlanError(f"no rank under generation {generation} here", where=f"model {model}")
         return run
 
-    async def prepare(self, plan: ModelPlan, generation: str, proposer: str, expect: Mapping[str, str]) -> None:
+    async def prepare(self, plan: ModelPlan, generation: str, proposer: str, expect: Expected) -> None:
         """Grant the lease for this node's rank after checking what only this node can check. Raises ShardboxError.
 
-        `expect`: the leader's content hash ("root") and engine build ("commit"); "" is not compared."""
+        `expect`: what the leader has."""
         model = self._config.model(plan.model)
         mine = plan.rank_of(self._name)
         if model is None or mine is None:
@@ -6205,7 +6207,7 @@ class RankHost:
         )
         self.runs[plan.model] = RankRun(lease=lease, plan=plan, rank=mine.rank, wiring=wiring)
 
-    def _check_own(self, plan: ModelPlan, role: str, expect: Mapping[str, str]) -> ModelFacts:
+    def _check_own(self, plan: ModelPlan, role: str, expect: Expected) -> ModelFacts:
         facts = self._facts()
         copy = facts.model(plan.model)
         if self._config.engine.kind == "rehearsal":
@@ -6213,9 +6215,9 @@ class RankHost:
         binary = facts.binary(role)
         if binary.problem:
             raise EngineError(binary.problem, where=f"{self._name}: {role} binary", hint=binary.hint)
-        if expect.get("commit") and binary.commit and binary.commit != expect["commit"]:
+        if expect.commit and binary.commit and binary.commit != expect.commit:
             raise EngineError(
-                f"built from commit {binary.commit}, the leader's from {expect['commit']}",
+                f"built from commit {binary.commit}, the leader's from {expect.commit}",
                 where=f"{self._name}: {binary.path}",
                 hint="engines of one ring must be one build: copy the same binaries to every box",
             )
@@ -6223,9 +6225,9 @@ class RankHost:
             raise GgufError(
                 copy.problem or "still being read", where=f"{self._name}: {copy.path or plan.model}", hint=copy.hint
             )
-        if expect.get("root") and copy.root != expect["root"]:
+        if expect.root and copy.root != expect.root:
             raise GgufError(
-                f"has other bytes than the leader's copy ({copy.root[:8]}, not {expect['root'][:8]})",
+                f"has other bytes than the leader's copy ({copy.root[:8]}, not {expect.root[:8]})",
                 where=f"{self._name}: {copy.path}",
                 hint="copy the file again, from the leader",
             )
@@ -6590,16 +6592,16 @@ class Rings:
                 raise result
 
     async def _prepare(self, model: str, effect: Effect) -> None:
-        expect = {"root": "", "commit": ""}
+        expect = Expected()
         if self._config.engine.kind != "rehearsal":
             facts = self._facts()
-            expect = {"root": facts.model(model).root, "commit": facts.binary("leader").commit}
+            expect = Expected(root=facts.model(model).root, commit=facts.binary("leader").commit)
 
         async def ask(rank: RankPlan) -> None:
             if rank.node == self._name:
                 await self._host.prepare(effect.plan, effect.generation, self._name, expect)
                 return
-            body = {"plan": to_json(effect.plan), "generation": effect.generation, "expect": expect}
+            body = {"plan": to_json(effect.plan), "generation": effect.generation, "expect": to_json(expect)}
             await self._call(rank.node, "POST", "/peer/prepare", body, PREPARE_TIMEOUT_S)
 
         await self._each(effect, ask)
@@ -7317,21 +7319,21 @@ class Node:
 
 MAX_BODY_BYTES = 32 * MIB  # of a client's request
 MAX_MESSAGE_BYTES = 8 * MIB  # of a control message
+RETRY = {"Retry-After": "5"}
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
 async def start_services(node: Node) -> list[Callable[[], Awaitable[None]]]:
-    """Open the owner's control socket, the peers' service, the endpoint and the status socket; returns what
+    """Open the peers' service, the owner's control socket, the endpoint and the status socket; returns what
     closes each of them. Raises ShardboxError where a port or path cannot be had."""
-    closers: list[Callable[[], Awaitable[None]]] = []
-    peers = web.AppRunner(peer_app(node), access_log=None, handler_cancellation=True, shutdown_timeout=1.0)
-    await peers.setup()
-    assert peers.server is not None
+    runners = [
+        web.AppRunner(app, access_log=None, handler_cancellation=True, shutdown_timeout=1.0)
+        for app in (PeerService(node).app(), OwnerService(node).app(), Endpoint(node).app())
+    ]
+    for runner in runners:
+        await runner.setup()
+    peers, owner, endpoint = runners
     node.control = peers.server
-    closers.append(peers.cleanup)
-    owner = web.AppRunner(owner_app(node), access_log=None, handler_cancellation=True, shutdown_timeout=1.0)
-    await owner.setup()
-    closers.append(owner.cleanup)
     with short_socket_path(control_path(node.folder)) as path:
         with contextlib.suppress(FileNotFoundError):
             os.unlink(path)
@@ -7340,18 +7342,13 @@ async def start_services(node: Node) -> list[Callable[[], Awaitable[None]]]:
             await web.UnixSite(owner, path).start()
         finally:
             os.umask(mask)
-    endpoint = web.AppRunner(endpoint_app(node), access_log=None, handler_cancellation=True, shutdown_timeout=1.0)
-    await endpoint.setup()
-    closers.append(endpoint.cleanup)
     bind, port = node.config.api.bind, node.config.node(node.name).ports.api
     try:
         await web.TCPSite(endpoint, bind, port).start()
     except OSError as error:
-        raise UsageError(
-            f"cannot listen on {bind}:{port}: {error.strerror}", where="ports.api", hint=port_owner_hint(port)
-        ) from None
-    closers.append(await start_status_service(node))
-    return closers
+        what = f"cannot listen on {bind}:{port}: {os.strerror(error.errno or 0)}"
+        raise UsageError(what, where="ports.api", hint=port_owner_hint(port)) from None
+    return [*(runner.cleanup for runner in runners), await start_status_service(node)]
 
 
 def error_body(error: BaseException) -> dict[str, Any]:
@@ -7389,20 +7386,33 @@ async def message(request: web.Request, *fields: str) -> dict[str, Any]:
     return data
 
 
-def peer_app(node: Node) -> web.Application:
-    """The service for other nodes; only a proven member reaches it, and its name is known."""
-    host, app = node.host, web.Application(client_max_size=MAX_BODY_BYTES, middlewares=[control_errors])
+class PeerService:
+    """What other nodes may ask. Only a proven member reaches it, and its name is known."""
 
-    def caller(request: web.Request) -> str:
+    def __init__(self, node: Node) -> None:
+        self._node = node
+        self._host = node.host
+
+    def app(self) -> web.Application:
+        """The routes, all under /peer."""
+        app = web.Application(client_max_size=MAX_BODY_BYTES, middlewares=[control_errors])
+        gets = (self.state, self.bound, self.pairs, self.logs)
+        posts = (self.prepare, self.launch, self.lease, self.release, self.trouble, self.news, self.down)
+        app.add_routes([web.get(f"/peer/{handler.__name__}", handler) for handler in gets])
+        app.add_routes([web.post(f"/peer/{handler.__name__}", handler) for handler in posts])
+        app.add_routes([web.post("/peer/api/{path:.+}", self.api)])
+        return app
+
+    def _caller(self, request: web.Request) -> str:
         assert request.transport is not None
-        return node.callers.get(request.transport.get_extra_info("socket").fileno(), "")
+        return self._node.callers.get(request.transport.get_extra_info("socket").fileno(), "")
 
-    async def state(request: web.Request) -> web.StreamResponse:
-        query = request.query
-        node.check_twin(caller(request), query.get("machine", ""), float(query.get("uptime") or 0))
+    async def state(self, request: web.Request) -> web.StreamResponse:
+        """This node's facts (unless the caller has them), rings and ranks."""
+        node, query = self._node, request.query
+        node.check_twin(self._caller(request), query.get("machine", ""), float(query.get("uptime") or 0))
         facts = to_json(node.facts)
         known = digest(facts)
-        views = [view for view in (node.model_view(model.name) for model in node.config.models)]
         return web.json_response(
             {
                 "facts": None if query.get("have") == known else facts,
@@ -7410,162 +7420,155 @@ def peer_app(node: Node) -> web.Application:
                 "uptime": time.monotonic() - node.started,
                 "wall": time.time(),
                 "desired": node.desired,
-                "models": to_json(views),
-                "ranks": [to_json(host.view(run)) for run in host.runs.values()],
+                "models": [to_json(node.model_view(model.name)) for model in node.config.models],
             }
         )
 
-    async def prepare(request: web.Request) -> web.StreamResponse:
+    async def prepare(self, request: web.Request) -> web.StreamResponse:
+        """Grant a lease for this node's rank of a plan."""
         data = await message(request, "generation")
         plan = from_json(ModelPlan, data.get("plan"), "plan")
-        expect = from_json(_Expect, data.get("expect") or {}, "expect")
-        await host.prepare(plan, data["generation"], caller(request), to_json(expect))
+        expect = from_json(Expected, data.get("expect") or {}, "expect")
+        await self._host.prepare(plan, data["generation"], self._caller(request), expect)
         return web.json_response({})
 
-    async def launch(request: web.Request) -> web.StreamResponse:
+    async def launch(self, request: web.Request) -> web.StreamResponse:
+        """Start the rank that was prepared."""
         data = await message(request, "model", "generation")
-        host.renew(data["model"], data["generation"], caller(request))
-        await host.launch(data["model"], data["generation"])
+        self._host.renew(data["model"], data["generation"], self._caller(request))
+        await self._host.launch(data["model"], data["generation"])
         return web.json_response({})
 
-    async def lease(request: web.Request) -> web.StreamResponse:
+    async def lease(self, request: web.Request) -> web.StreamResponse:
+        """Renew a lease; the answer is the rank's view."""
         data = await message(request, "model", "generation")
-        return web.json_response(to_json(host.view(host.renew(data["model"], data["generation"], caller(request)))))
+        run = self._host.renew(data["model"], data["generation"], self._caller(request))
+        return web.json_response(to_json(self._host.view(run)))
 
-    async def release(request: web.Request) -> web.StreamResponse:
+    async def release(self, request: web.Request) -> web.StreamResponse:
+        """Stop the rank; it is gone when this answers."""
         data = await message(request, "model", "generation")
-        run = host.runs.get(data["model"])
-        if run and run.lease.generation == data["generation"] and run.lease.proposer == caller(request):
-            await host.release(data["model"], data["generation"], orderly=bool(data.get("orderly")))
+        run = self._host.runs.get(data["model"])
+        if run and run.lease.generation == data["generation"] and run.lease.proposer == self._caller(request):
+            await self._host.release(data["model"], data["generation"], orderly=bool(data.get("orderly")))
         return web.json_response({})
 
-    async def bound(request: web.Request) -> web.StreamResponse:
-        run = host.get(request.query.get("model", ""), request.query.get("generation", ""))
+    async def bound(self, request: web.Request) -> web.StreamResponse:
+        """Whether this node's engine listens; waits up to 10 s for it."""
+        run = self._host.get(request.query.get("model", ""), request.query.get("generation", ""))
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(run.bound.wait(), 10.0)
         return web.json_response({"bound": run.bound.is_set() and not run.exited.is_set()})
 
-    async def trouble(request: web.Request) -> web.StreamResponse:
+    async def trouble(self, request: web.Request) -> web.StreamResponse:
+        """A rank of a ring that this node leads is broken."""
         data = await message(request, "model", "generation", "reason")
-        ring = node.rings.rings.get(data["model"])
-        if ring and ring.plan and ring.plan.rank_of(caller(request)):
-            event = Event(kind="trouble", generation=data["generation"] or "-", reason=printable(data["reason"])[:1000])
-            node.rings.post(data["model"], event)
+        ring = self._node.rings.rings.get(data["model"])
+        if ring and ring.plan and ring.plan.rank_of(self._caller(request)):
+            reason = printable(data["reason"])[:1000]
+            self._node.rings.post(
+                data["model"], Event(kind="trouble", generation=data["generation"] or "-", reason=reason)
+            )
         return web.json_response({})
 
-    async def news(request: web.Request) -> web.StreamResponse:
-        node.peers.ask_now(caller(request))
+    async def news(self, request: web.Request) -> web.StreamResponse:
+        """The caller's rings changed: ask it now."""
+        self._node.peers.ask_now(self._caller(request))
         return web.json_response({})
 
-    async def down(request: web.Request) -> web.StreamResponse:
-        log.info("%s asks this node to end (down --all)", caller(request))
-        node.stop.set()
+    async def down(self, request: web.Request) -> web.StreamResponse:
+        """`down --all` on another box."""
+        log.info("%s asks this node to end (down --all)", self._caller(request))
+        self._node.stop.set()
         return web.json_response({})
 
-    async def pairs(request: web.Request) -> web.StreamResponse:
-        return web.json_response(to_json(await node.reach_all()))
+    async def pairs(self, request: web.Request) -> web.StreamResponse:
+        """Whom this node reaches, for `check` on another."""
+        return web.json_response(to_json(await self._node.reach_all()))
 
-    async def logs(request: web.Request) -> web.StreamResponse:
-        return web.json_response(
-            read_logs(node, request.query.get("model", ""), int(request.query.get("lines", "100")))
-        )
+    async def logs(self, request: web.Request) -> web.StreamResponse:
+        """The last lines of this node's engines."""
+        query = request.query
+        return web.json_response(read_logs(self._node, query.get("model", ""), line_count(query.get("lines"))))
 
-    async def api(request: web.Request) -> web.StreamResponse:
-        return await answer_here(node, request, "/" + request.match_info["path"])
-
-    app.add_routes(
-        [
-            web.get("/peer/state", state),
-            web.post("/peer/prepare", prepare),
-            web.post("/peer/launch", launch),
-            web.post("/peer/lease", lease),
-            web.post("/peer/release", release),
-            web.get("/peer/bound", bound),
-            web.post("/peer/trouble", trouble),
-            web.post("/peer/down", down),
-            web.get("/peer/pairs", pairs),
-            web.get("/peer/logs", logs),
-            web.post("/peer/news", news),
-            web.post("/peer/api/{path:.+}", api),
-        ]
-    )
-    return app
+    async def api(self, request: web.Request) -> web.StreamResponse:
+        """A client's request that another node's endpoint passes on to this one, the leader."""
+        return await answer_here(self._node, request, "/" + request.match_info["path"])
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Expect:
-    root: str = ""
-    commit: str = ""
+def line_count(text: str | None) -> int:
+    """How many log lines were asked for: 1 to 10,000. Raises UsageError."""
+    if text is None or not text.isdigit() or not 1 <= int(text[:6]) <= 10000:
+        raise UsageError(f"lines must be 1-10000, got {text!r}")
+    return int(text)
 
 
 def read_logs(node: Node, model: str, lines: int) -> dict[str, str]:
-    """The last lines of this node's engine logs, by file name. Raises UsageError for a model that is not configured."""
-    settings = node.config.model(model) if model else None
-    if model and settings is None:
-        raise UsageError(f"no model {model!r}", hint="there are: " + ", ".join(m.name for m in node.config.models))
+    """The last lines of this node's engine logs, by file name. Raises UsageError for an unknown model."""
+    names = [find_configured(node.config, model).name] if model else [entry.name for entry in node.config.models]
     result = {}
-    for entry in [settings] if settings else node.config.models:
-        path = node.host.log_path(entry.name)
-        try:
-            with open(path, "rb") as file:
-                file.seek(max(0, os.fstat(file.fileno()).st_size - 400 * max(1, min(lines, 10000))))
-                text = file.read().decode("utf-8", "replace")
-        except FileNotFoundError:
-            continue
-        tail = text.splitlines()[-max(1, min(lines, 10000)) :]
-        result[f"{node.name}/{os.path.basename(path)}"] = "\n".join(
-            "".join(char if char.isprintable() or char == "\t" else "?" for char in line) for line in tail
-        )
+    for name in names:
+        path = node.host.log_path(name)
+        with contextlib.suppress(FileNotFoundError), open(path, "rb") as file:
+            file.seek(max(0, os.fstat(file.fileno()).st_size - 400 * lines))
+            tail = file.read().decode("utf-8", "replace").splitlines()[-lines:]
+            result[f"{node.name}/{os.path.basename(path)}"] = "\n".join(printable(line) for line in tail)
     return result
 
 
-def owner_app(node: Node) -> web.Application:
+class OwnerService:
     """The control socket's service: for whoever owns this node, on this box."""
-    app = web.Application(client_max_size=MAX_MESSAGE_BYTES, middlewares=[control_errors])
 
-    async def down(request: web.Request) -> web.StreamResponse:
-        told: dict[str, str] = {}
-        if request.query.get("all"):
-            for peer in node.peers.live():
-                try:
-                    await node.peers.call(peer.name, "POST", "/peer/down")
-                    told[peer.name] = "stopping"
-                except ShardboxError as error:
-                    told[peer.name] = error.what
+    def __init__(self, node: Node) -> None:
+        self._node = node
+
+    def app(self) -> web.Application:
+        """The routes."""
+        app = web.Application(client_max_size=MAX_MESSAGE_BYTES, middlewares=[control_errors])
+        app.add_routes([web.get(f"/{handler.__name__}", handler) for handler in (self.nodes, self.logs, self.check)])
+        app.add_routes([web.post(f"/{handler.__name__}", handler) for handler in (self.down, self.want)])
+        return app
+
+    async def down(self, request: web.Request) -> web.StreamResponse:
+        """End this node, or with ?all every one that is reached."""
+        node, told = self._node, dict[str, str]()
+        for peer in node.peers.live() if request.query.get("all") else []:
+            try:
+                await node.peers.call(peer.name, "POST", "/peer/down")
+                told[peer.name] = "stopping"
+            except ShardboxError as error:
+                told[peer.name] = error.what
         node.stop.set()
         return web.json_response({"told": told})
 
-    async def want(request: web.Request) -> web.StreamResponse:
+    async def want(self, request: web.Request) -> web.StreamResponse:
+        """Start or stop a model on the whole cluster."""
         data = await message(request, "model")
-        model = node.config.model(data["model"])
-        if model is None:
-            raise UsageError(
-                f"no model {data['model']!r}",
-                hint="there are: " + (", ".join(m.name for m in node.config.models) or "none"),
-            )
-        node.want(model.name, bool(data.get("wanted")))
+        model = find_configured(self._node.config, data["model"])
+        self._node.want(model.name, bool(data.get("wanted")))
         return web.json_response({"model": model.name})
 
-    async def snapshot(request: web.Request) -> web.StreamResponse:
-        return web.json_response(to_json(node.snapshot()))
+    async def nodes(self, request: web.Request) -> web.StreamResponse:
+        """Every node that is known, and the facts of those that are live."""
+        node = self._node
+        return web.json_response({"nodes": to_json(node.peer_views()), "facts": to_json(node.all_facts())})
 
-    async def facts(request: web.Request) -> web.StreamResponse:
-        return web.json_response({"facts": to_json(node.all_facts())})
-
-    async def logs(request: web.Request) -> web.StreamResponse:
-        target, model = request.query.get("node", ""), request.query.get("model", "")
-        lines = request.query.get("lines", "100")
-        names = [target] if target else [node.name, *(peer.name for peer in node.peers.live())]
+    async def logs(self, request: web.Request) -> web.StreamResponse:
+        """Engine logs of one node or of all."""
+        node, query = self._node, request.query
+        lines, model = line_count(query.get("lines")), query.get("model", "")
         result: dict[str, str] = {}
-        for name in names:
+        for name in [query["node"]] if query.get("node") else [node.name, *(peer.name for peer in node.peers.live())]:
             if name == node.name:
-                result.update(read_logs(node, model, int(lines)))
-                continue
-            query = urllib.parse.urlencode({"model": model, "lines": lines})
-            result.update(await node.peers.call(name, "GET", f"/peer/logs?{query}"))
+                result |= read_logs(node, model, lines)
+            else:
+                asked = urllib.parse.urlencode({"model": model, "lines": lines})
+                result |= await node.peers.call(name, "GET", f"/peer/logs?{asked}")
         return web.json_response(result)
 
-    async def check(request: web.Request) -> web.StreamResponse:
+    async def check(self, request: web.Request) -> web.StreamResponse:
+        """What `check` needs of the cluster: every pair dialled in both directions."""
+        node = self._node
         reaches = await node.reach_all()
         for peer in node.peers.live():
             try:
@@ -7573,28 +7576,22 @@ def owner_app(node: Node) -> web.Application:
                 reaches += [from_json(Reach, item, "pairs") for item in reply]
             except ShardboxError as error:
                 reaches.append(Reach(source=peer.name, target="-", address="-", problem=error.what, hint=error.hint))
-        skew = {peer.name: peer.wall_skew_s for peer in node.peers.live()}
-        return web.json_response(
-            {
-                "pairs": to_json(reaches),
-                "clock_skew_s": skew,
-                "hash": node.config.hash,
-                "facts": to_json(node.all_facts()),
-                "discovery": node.discovery.problem,
-            }
-        )
+        body = {
+            "pairs": to_json(reaches),
+            "facts": to_json(node.all_facts()),
+            "clock_skew_s": {peer.name: peer.wall_skew_s for peer in node.peers.live()},
+            "discovery": node.discovery.problem,
+        }
+        return web.json_response(body)
 
-    app.add_routes(
-        [
-            web.post("/down", down),
-            web.post("/want", want),
-            web.get("/snapshot", snapshot),
-            web.get("/facts", facts),
-            web.get("/logs", logs),
-            web.get("/check", check),
-        ]
-    )
-    return app
+
+def find_configured(config: Config, name: str) -> ModelConfig:
+    """The model with this name or alias. Raises UsageError with the names that there are."""
+    model = config.model(name)
+    if model is None:
+        names = ", ".join(other.name for other in config.models) or "none"
+        raise UsageError(f"no model {name!r}", hint=f"there are: {names}")
+    return model
 
 
 # --- the status socket: anybody on this box may read it, nobody can say anything -------------------------
@@ -7660,15 +7657,28 @@ def api_error(
     return web.json_response(body, status=status, headers=headers)
 
 
-def endpoint_app(node: Node) -> web.Application:
+class Endpoint:
     """The OpenAI endpoint of this node: requests go to whichever node leads the model."""
-    keys = read_api_keys(node.config)
+
+    def __init__(self, node: Node) -> None:
+        self._node = node
+        self._keys = read_api_keys(node.config)
+
+    def app(self) -> web.Application:
+        """The routes."""
+        app = web.Application(client_max_size=MAX_BODY_BYTES, middlewares=[self.guard])
+        app.add_routes([web.get("/v1/models", self.models), web.get("/health", self.health)])
+        app.add_routes(
+            [web.post(f"/v1/{path}", self.generate) for path in ("chat/completions", "completions", "embeddings")]
+        )
+        return app
 
     @web.middleware
-    async def guard(request: web.Request, handler: Handler) -> web.StreamResponse:
-        if keys and request.path != "/health":
+    async def guard(self, request: web.Request, handler: Handler) -> web.StreamResponse:
+        """Keys first; then every failure in OpenAI's shape."""
+        if self._keys and request.path != "/health":
             given = request.headers.get("Authorization", "").removeprefix("Bearer ").strip().encode()
-            if not any([hmac.compare_digest(given, key) for key in keys]):
+            if not any([hmac.compare_digest(given, key) for key in self._keys]):  # noqa: C419 - all, in constant time
                 return api_error(401, "wrong or missing API key", code="invalid_api_key")
         try:
             return await handler(request)
@@ -7684,7 +7694,9 @@ def endpoint_app(node: Node) -> web.Application:
             log.exception("bug in %s %s", request.method, request.path)
             return api_error(500, "a bug in shardbox: its log has the traceback", kind="server_error")
 
-    async def models(request: web.Request) -> web.StreamResponse:
+    async def models(self, request: web.Request) -> web.StreamResponse:
+        """The configured models, in OpenAI's shape, with their phase."""
+        node = self._node
         data = [
             {
                 "id": model.name,
@@ -7698,26 +7710,16 @@ def endpoint_app(node: Node) -> web.Application:
         ]
         return web.json_response({"object": "list", "data": data})
 
-    async def health(request: web.Request) -> web.StreamResponse:
-        views = [node.best_view(model.name) for model in node.config.models]
-        good = all(view.phase in (Phase.SERVING, Phase.STOPPED) for view in views)
-        body = {"status": "ok" if good else "loading", "models": {view.model: view.phase for view in views}}
-        return web.json_response(body, status=200 if good else 503, headers=None if good else {"Retry-After": "5"})
+    async def health(self, request: web.Request) -> web.StreamResponse:
+        """200 when every wanted model answers, else 503."""
+        phases = {model.name: self._node.best_view(model.name).phase for model in self._node.config.models}
+        good = all(phase in (Phase.SERVING, Phase.STOPPED) for phase in phases.values())
+        body = {"status": "ok" if good else "loading", "models": phases}
+        return web.json_response(body, status=200 if good else 503, headers=None if good else RETRY)
 
-    async def generate(request: web.Request) -> web.StreamResponse:
-        return await answer_anywhere(node, request, request.path)
-
-    app = web.Application(client_max_size=MAX_BODY_BYTES, middlewares=[guard])
-    app.add_routes(
-        [
-            web.get("/v1/models", models),
-            web.get("/health", health),
-            web.post("/v1/chat/completions", generate),
-            web.post("/v1/completions", generate),
-            web.post("/v1/embeddings", generate),
-        ]
-    )
-    return app
+    async def generate(self, request: web.Request) -> web.StreamResponse:
+        """A completion, chat completion or embedding."""
+        return await answer_anywhere(self._node, request, request.path)
 
 
 def read_api_keys(config: Config) -> list[bytes]:
@@ -7773,7 +7775,7 @@ async def read_request(node: Node, request: web.Request) -> tuple[ModelConfig, d
 def not_ready(view: ModelView) -> web.Response:
     """503 while a model does not answer: the phase, why, and when to ask again."""
     text = f"{view.model} is {view.phase}" + (f": {view.reason}" if view.reason else "")
-    return api_error(503, text, kind="server_error", code="model_not_ready", headers={"Retry-After": "5"})
+    return api_error(503, text, kind="server_error", code="model_not_ready", headers=RETRY)
 
 
 async def answer_anywhere(node: Node, request: web.Request, path: str) -> web.StreamResponse:
@@ -7796,7 +7798,7 @@ async def answer_anywhere(node: Node, request: web.Request, path: str) -> web.St
             f"the leader {leader} cannot be reached: {error}",
             kind="server_error",
             code="model_not_ready",
-            headers={"Retry-After": "5"},
+            headers=RETRY,
         )
     async with reply:
         headers = {key: reply.headers[key] for key in ("Content-Type", "Retry-After") if key in reply.headers}
@@ -7878,7 +7880,7 @@ async def answer_model(
             f"the ring of {model.name} broke while it answered: {breakage(error)}",
             kind="server_error",
             code="ring_lost",
-            headers={"Retry-After": "5"},
+            headers=RETRY,
         )
     finally:
         node.rings.in_flight[model.name] -= 1
@@ -8470,7 +8472,7 @@ def run_plan(config: Config, name: str, facts_file: str | None, as_json: bool) -
         facts = read_facts(facts_file)
     else:
         try:
-            reply = ask_node(config, name, "GET", "/facts")
+            reply = ask_node(config, name, "GET", "/nodes")
             facts = [from_json(NodeFacts, item, "facts") for item in reply["facts"]]
         except NodeDown:
             print(f"node {name} is not up: planning for this box alone", file=sys.stderr)
@@ -8780,12 +8782,11 @@ def build_cli() -> Any:
         """Who was found, and what is wrong with those who do not take part."""
         config = load_config(config_path)
         name = node_name(config, node)
-        snapshot = from_json(Snapshot, ask_node(config, name, "GET", "/snapshot"), "snapshot")
+        reply = ask_node(config, name, "GET", "/nodes")
         if as_json:
-            facts = ask_node(config, name, "GET", "/facts")["facts"]
-            print(json.dumps({"nodes": to_json(snapshot.peers), "facts": facts}, indent=2))
+            print(json.dumps(reply, indent=2))
         else:
-            print(peers_table(snapshot.peers))
+            print(peers_table([from_json(PeerView, item, "nodes") for item in reply["nodes"]]))
         return 0
 
     @cli.command(epilog="Example: shardbox logs beta --model qwq-32b -n 50")
