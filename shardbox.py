@@ -8440,7 +8440,7 @@ def stop_leftovers(folder: str) -> None:
 
 
 def run_status(config_path: str | None, node: str | None, timeout_s: float, as_json: bool, brief: bool) -> int:
-    """`status`: exit code after the monitoring-plugins convention."""
+    """How the cluster is. Exit code: 0 OK, 1 WARNING, 2 CRITICAL, 3 UNKNOWN (the monitoring-plugins convention)."""
     try:
         config = load_config(config_path)
         name = node_name(config, node)
@@ -8721,140 +8721,143 @@ def run_down(config: Config, name: str, everywhere: bool) -> int:
     raise ShardboxError(f"node {name} is still ending after 30 s", hint="see its log")
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Setting:
+    """One option or argument of a command, as click.Option or click.Argument takes it."""
+
+    names: tuple[str, ...]
+    more: dict[str, Any]
+
+
+def option(*names: str, **more: Any) -> Setting:
+    """An option; names without a dash make it an argument."""
+    return Setting(names=names, more=more)
+
+
+CONFIG = option("--config", "config_path", metavar="FILE", help="The TOML (default: see the README).")
+NODE = option("--node", metavar="NAME", help="Which [[nodes]] entry this box is (default: its hostname).")
+JSON = option("--json", "as_json", is_flag=True, help="Print JSON.")
+MODEL = option("model", metavar="MODEL")
+
+
+def cmd_up(config_path: str | None, node: str | None, detach: bool) -> int:
+    """Run this box's node until `down`, SIGTERM or Ctrl-C."""
+    config = load_config(config_path)
+    name = node_name(config, node)
+    return detach_up(config, name) if detach else run_up(config, name, demo=bool(os.environ.get("SHARDBOX_DEMO")))
+
+
+def cmd_down(config_path: str | None, node: str | None, everywhere: bool) -> int:
+    """End this box's node and the rings it is part of."""
+    config = load_config(config_path)
+    return run_down(config, node_name(config, node), everywhere)
+
+
+def cmd_plan(config_path: str | None, node: str | None, as_json: bool, facts_file: str | None) -> int:
+    """Which node would hold which layers, and why."""
+    config = load_config(config_path)
+    return run_plan(config, "" if facts_file else node_name(config, node), facts_file, as_json)
+
+
+def cmd_nodes(config_path: str | None, node: str | None, as_json: bool) -> int:
+    """Who was found, and what is wrong with those who do not take part."""
+    config = load_config(config_path)
+    reply = ask_node(config, node_name(config, node), "GET", "/nodes")
+    views = [from_json(PeerView, item, "nodes") for item in reply["nodes"]]
+    print(json.dumps(reply, indent=2) if as_json else peers_table(views))
+    return 0
+
+
+def cmd_logs(config_path: str | None, node: str | None, target: str, model: str, lines: int) -> int:
+    """Engine logs of one node, or of all, from any box."""
+    config = load_config(config_path)
+    query = urllib.parse.urlencode({"node": target.lower(), "model": model, "lines": lines})
+    reply = ask_node(config, node_name(config, node), "GET", f"/logs?{query}")
+    print("\n\n".join(f"==> {path} <==\n{text}" for path, text in reply.items()) or "no engine has run yet")
+    return 0
+
+
+def cmd_start(config_path: str | None, node: str | None, model: str) -> int:
+    """Serve a model that was stopped, has failed, or does not start by itself."""
+    return want_model(config_path, node, model, True)
+
+
+def cmd_stop(config_path: str | None, node: str | None, model: str) -> int:
+    """Stop serving a model on the whole cluster; the nodes stay up."""
+    return want_model(config_path, node, model, False)
+
+
+def want_model(config_path: str | None, node: str | None, model: str, wanted: bool) -> int:
+    """Pass the operator's word on to this box's node, which passes it round."""
+    config = load_config(config_path)
+    reply = ask_node(config, node_name(config, node), "POST", "/want", {"model": model, "wanted": wanted})
+    print(f"{reply['model']}: {'starting' if wanted else 'stopping'}; `shardbox status` shows how far it is")
+    return 0
+
+
+def cmd_check(config_path: str | None, node: str | None, as_json: bool) -> int:
+    """Preflight: this box, and every pair of boxes in both directions."""
+    config = load_config(config_path)
+    return run_check(config, node_name(config, node), as_json)
+
+
+def cmd_demo(once: bool, count: int) -> int:
+    """A whole cluster on this machine with the rehearsal engine: no model needed."""
+    return run_demo(once=once or not sys.stdin.isatty(), count=count)
+
+
+def cmd_secret() -> int:
+    """Print a new random cluster secret."""
+    print(secrets.token_urlsafe(32))
+    return 0
+
+
+def cmd_version() -> int:
+    """Print the version."""
+    print(f"shardbox {VERSION}")
+    return 0
+
+
 def build_cli() -> Any:
-    """The click command group; click is imported here, since `status` and `version` can do without."""
+    """The click group, from a table: command -> (what runs, its settings, an example)."""
     import click
 
-    def with_config(function: Callable[..., Any]) -> Callable[..., Any]:
-        function = click.option(
-            "--node", metavar="NAME", help="Which [[nodes]] entry this box is (default: hostname)."
-        )(function)
-        return click.option("--config", "config_path", metavar="FILE", help="The TOML (default: see README).")(function)
-
-    as_json = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
-
-    @click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
-    def cli() -> None:
-        """Run a language model that is too big for any one of your machines, on all of them together."""
-
-    @cli.command(epilog="Example: shardbox up --config /etc/shardbox/shardbox.toml")
-    @with_config
-    @click.option("--detach", is_flag=True, help="Go on in the background; the log goes to the state folder.")
-    def up(config_path: str | None, node: str | None, detach: bool) -> int:
-        """Run this box's node until `down`, SIGTERM or Ctrl-C."""
-        config = load_config(config_path)
-        name = node_name(config, node)
-        return detach_up(config, name) if detach else run_up(config, name, demo=bool(os.environ.get("SHARDBOX_DEMO")))
-
-    @cli.command(epilog="Example: shardbox down --all")
-    @with_config
-    @click.option("--all", "everywhere", is_flag=True, help="On every box of the cluster.")
-    def down(config_path: str | None, node: str | None, everywhere: bool) -> int:
-        """End this box's node and the rings it is part of."""
-        config = load_config(config_path)
-        return run_down(config, node_name(config, node), everywhere)
-
-    @cli.command(epilog="Example: * * * * * shardbox status --brief || notify")
-    @with_config
-    @as_json
-    @click.option(
-        "--timeout", "timeout_s", default=10.0, metavar="SECONDS", help="Give up and say CRITICAL (default 10)."
-    )
-    @click.option("--brief", is_flag=True, help="Only the first line.")
-    def status(config_path: str | None, node: str | None, as_json: bool, timeout_s: float, brief: bool) -> int:
-        """How the cluster is: 0 OK, 1 WARNING, 2 CRITICAL, 3 UNKNOWN."""
-        return run_status(config_path, node, timeout_s, as_json, brief)
-
-    @cli.command(epilog="Example: shardbox plan --facts facts.json")
-    @with_config
-    @as_json
-    @click.option("--facts", "facts_file", metavar="FILE", help="Plan from this file instead of the live cluster.")
-    def plan(config_path: str | None, node: str | None, as_json: bool, facts_file: str | None) -> int:
-        """Which node would hold which layers, and why."""
-        config = load_config(config_path)
-        name = "" if facts_file else node_name(config, node)
-        return run_plan(config, name, facts_file, as_json)
-
-    @cli.command(epilog="Example: shardbox nodes")
-    @with_config
-    @as_json
-    def nodes(config_path: str | None, node: str | None, as_json: bool) -> int:
-        """Who was found, and what is wrong with those who do not take part."""
-        config = load_config(config_path)
-        name = node_name(config, node)
-        reply = ask_node(config, name, "GET", "/nodes")
-        if as_json:
-            print(json.dumps(reply, indent=2))
-        else:
-            print(peers_table([from_json(PeerView, item, "nodes") for item in reply["nodes"]]))
-        return 0
-
-    @cli.command(epilog="Example: shardbox logs beta --model qwq-32b -n 50")
-    @with_config
-    @click.argument("target", required=False, default="", metavar="[NODE]")
-    @click.option("--model", default="", metavar="NAME", help="Only this model's engines.")
-    @click.option(
-        "-n", "--lines", default=100, type=click.IntRange(1, 10000), help="Last lines of each log (default 100)."
-    )
-    def logs(config_path: str | None, node: str | None, target: str, model: str, lines: int) -> int:
-        """Engine logs of one node, or of all, from any box."""
-        config = load_config(config_path)
-        query = urllib.parse.urlencode({"node": target.lower(), "model": model, "lines": lines})
-        reply = ask_node(config, node_name(config, node), "GET", f"/logs?{query}")
-        for path, text in reply.items():
-            print(f"==> {path} <==\n{text}\n")
-        if not reply:
-            print("no engine has run yet")
-        return 0
-
-    def want(config_path: str | None, node: str | None, model: str, wanted: bool) -> int:
-        config = load_config(config_path)
-        reply = ask_node(config, node_name(config, node), "POST", "/want", {"model": model, "wanted": wanted})
-        print(f"{reply['model']}: {'starting' if wanted else 'stopping'}; `shardbox status` shows how far it is")
-        return 0
-
-    @cli.command(epilog="Example: shardbox start qwq-32b")
-    @with_config
-    @click.argument("model")
-    def start(config_path: str | None, node: str | None, model: str) -> int:
-        """Serve a model that was stopped, has failed, or does not start by itself."""
-        return want(config_path, node, model, True)
-
-    @cli.command(epilog="Example: shardbox stop qwq-32b")
-    @with_config
-    @click.argument("model")
-    def stop(config_path: str | None, node: str | None, model: str) -> int:
-        """Stop serving a model on the whole cluster; the nodes stay up."""
-        return want(config_path, node, model, False)
-
-    @cli.command(epilog="Example: shardbox check")
-    @with_config
-    @as_json
-    def check(config_path: str | None, node: str | None, as_json: bool) -> int:
-        """Preflight: this box, and every pair of boxes in both directions."""
-        config = load_config(config_path)
-        return run_check(config, node_name(config, node), as_json)
-
-    @cli.command(epilog="Example: shardbox demo --once")
-    @click.option("--once", is_flag=True, help="End after one answer (also without a terminal).")
-    @click.option("--nodes", "count", default=3, type=click.IntRange(1, 8), help="How many nodes (default 3).")
-    def demo(once: bool, count: int) -> int:
-        """A whole cluster on this machine with the rehearsal engine: no model needed."""
-        return run_demo(once=once or not sys.stdin.isatty(), count=count)
-
-    @cli.command(epilog="Example: shardbox secret > cluster.secret")
-    def secret() -> int:
-        """Print a new random cluster secret."""
-        print(secrets.token_urlsafe(32))
-        return 0
-
-    @cli.command(epilog="Example: shardbox version")
-    def version() -> int:
-        """Print the version."""
-        print(f"shardbox {VERSION}")
-        return 0
-
-    return cli
+    common = (CONFIG, NODE)
+    table: dict[str, tuple[Callable[..., int], tuple[Setting, ...], str]] = {
+        "up": (cmd_up, (*common, option("--detach", is_flag=True, help="Go on in the background, with a log file.")),
+               "up --config /etc/shardbox/shardbox.toml"),
+        "down": (cmd_down, (*common, option("--all", "everywhere", is_flag=True, help="On every box of the cluster.")),
+                 "down --all"),
+        "status": (run_status, (*common, JSON,
+                   option("--timeout", "timeout_s", default=10.0, metavar="SECONDS", type=click.FloatRange(0.1, 3600),
+                          help="Then give up and say CRITICAL (default 10)."),
+                   option("--brief", is_flag=True, help="Only the first line.")), "status --brief"),
+        "plan": (cmd_plan, (*common, JSON, option("--facts", "facts_file", metavar="FILE",
+                 help="Plan from this file instead of the live cluster.")), "plan --facts facts.json"),
+        "nodes": (cmd_nodes, (*common, JSON), "nodes --json > facts.json"),
+        "logs": (cmd_logs, (*common, option("target", required=False, default="", metavar="[NODE]"),
+                 option("--model", default="", metavar="NAME", help="Only this model's engines."),
+                 option("-n", "--lines", default=100, type=click.IntRange(1, 10000),
+                        help="Last lines of each log (default 100).")), "logs beta --model qwq-32b -n 50"),
+        "start": (cmd_start, (*common, MODEL), "start qwq-32b"),
+        "stop": (cmd_stop, (*common, MODEL), "stop qwq-32b"),
+        "check": (cmd_check, (*common, JSON), "check"),
+        "demo": (cmd_demo, (option("--once", is_flag=True, help="End after one answer (also without a terminal)."),
+                 option("--nodes", "count", default=3, type=click.IntRange(1, 8), help="How many nodes (default 3).")),
+                 "demo --once"),
+        "secret": (cmd_secret, (), "secret > cluster.secret"),
+        "version": (cmd_version, (), "version"),
+    }  # fmt: skip
+    summary = "Run a language model that is too big for any one of your machines, on all of them together."
+    group = click.Group("shardbox", help=summary, context_settings={"help_option_names": ["-h", "--help"]})
+    for name, (run, settings, example) in table.items():
+        params: list[click.Parameter] = [
+            (click.Option if setting.names[0].startswith("-") else click.Argument)(list(setting.names), **setting.more)
+            for setting in settings
+        ]
+        epilog = f"Example: shardbox {example}"
+        group.add_command(click.Command(name, params=params, callback=run, help=run.__doc__, epilog=epilog))
+    return group
 
 
 def detach_up(config: Config, name: str) -> int:
