@@ -1566,6 +1566,7 @@ HTTP_OFFSET = 32
 ENGINE_BASE_BYTES = 48 * MIB  # an engine before it holds a model: code, threads, vocabulary
 GPU_BASE_BYTES = 512 * MIB  # a CUDA context and its scratch space, on each card
 HEADROOM = 0.05  # of a node's memory, left alone
+CONTEXT_STEP = 32  # llama.cpp rounds a context up to this
 PREFILL_BATCH = 512  # tokens; llama.cpp's default ubatch, what compute buffers are sized for
 
 
@@ -1772,7 +1773,8 @@ def plan_model(
     Raises PlanError saying what is missing, and by how much."""
     facts = sorted(facts, key=lambda node: node.name)
     shape, root = model_shape_of(config, model, facts)
-    costs = model_costs(shape, model.context * model.slots)
+    context = model.slots * (-(-model.context // CONTEXT_STEP) * CONTEXT_STEP)
+    costs = model_costs(shape, context)
     wanted = max(1, sum(1 for other in config.models if other.autostart))
     left_out: dict[str, str] = {}
     rooms: list[Room] = []
@@ -1808,7 +1810,7 @@ def plan_model(
         block=config.models.index(model),
         layers=shape.layers,
         shape=shape,
-        context=model.context * model.slots,
+        context=context,
         reason=reason,
         left_out=left_out,
         ranks=draft.ranks(ring, _workers_only(facts, ring)),
@@ -7867,7 +7869,7 @@ async def answer_model(
             first = await anext(events, None)
             if first is None or "error" in first:
                 return engine_refusal(reply.status, first)
-            answer = Answer(chat=path == "/v1/chat/completions", model=model.name, node=node)
+            answer = Answer(chat=path == "/v1/chat/completions", plan=run.plan, slots=model.slots, node=node)
             if body.get("stream"):
                 response = web.StreamResponse(
                     headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"}
@@ -7948,7 +7950,7 @@ def engine_refusal(status: int, event: dict[str, Any] | None) -> web.Response:
     error = (event or {}).get("error")
     text = str(error.get("message") if isinstance(error, dict) else error or "the engine sent nothing")
     code = error.get("code") if isinstance(error, dict) and isinstance(error.get("code"), int) else status
-    if "exceeds the available context size" in text:
+    if "exceeds the available context size" in text or "context shift is disabled" in text:
         return api_error(400, "the prompt is longer than the model's context", code="context_length_exceeded")
     if not isinstance(code, int) or not 400 <= code < 600:
         code = 500
@@ -7958,9 +7960,10 @@ def engine_refusal(status: int, event: dict[str, Any] | None) -> web.Response:
 class Answer:
     """One answer on its way from the engine's events to OpenAI's, whole or streamed; measures its speed."""
 
-    def __init__(self, *, chat: bool, model: str, node: Node) -> None:
+    def __init__(self, *, chat: bool, plan: ModelPlan, slots: int, node: Node) -> None:
         self._chat = chat
-        self._model = model
+        self._model = plan.model
+        self._context = plan.context // slots
         self._node = node
         self._id = f"{'chatcmpl' if chat else 'cmpl'}-{secrets.token_hex(12)}"
         self._created = int(time.time())
@@ -7982,18 +7985,31 @@ class Answer:
         finished, event = False, first
         while True:
             self._note()
-            if "error" in event:
-                raise EngineError(str(event["error"].get("message", event["error"])))
+            full = "error" in event
+            event = self._end_of_context(event["error"]) if full else event
             event = event if self._chat else self._text_event(event)
             event.update(model=self._model, id=self._id, created=self._created)
             finished = finished or any(choice.get("finish_reason") for choice in event.get("choices", []))
             yield event
-            following = await anext(events, None)
+            following = None if full else await anext(events, None)
             if following is None:
                 break
             event = following
         if not finished:
             raise EngineError("the engine's stream ended early")
+
+    def _end_of_context(self, error: dict[str, Any]) -> dict[str, Any]:
+        """The last event of an answer that filled its context, which Prima, told not to shift it, ends with an error.
+        Raises EngineError for any other error."""
+        if "context shift is disabled" not in str(error.get("message")):
+            raise EngineError(str(error.get("message", error)))
+        output = self._tokens - 1
+        prompt = max(0, self._context - output)
+        if not self._chat:
+            return {"stop": True, "stopped_limit": True, "tokens_evaluated": prompt, "tokens_predicted": output}
+        usage = {"prompt_tokens": prompt, "completion_tokens": output, "total_tokens": prompt + output}
+        choice = {"index": 0, "delta": {}, "finish_reason": "length"}
+        return {"object": "chat.completion.chunk", "choices": [choice], "usage": usage}
 
     def _text_event(self, event: dict[str, Any]) -> dict[str, Any]:
         """Prima's own completion event (bdf9d8e7, examples/server) as OpenAI's text_completion."""
