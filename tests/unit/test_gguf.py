@@ -125,10 +125,13 @@ def test_shape_of_whole_model_is_read(version: int, arch: str) -> None:
     assert header.data_offset + sum(tensor.bytes for tensor in header.tensors) == len(data)
 
 
-def test_shape_without_output_tensor_is_tied() -> None:
+def test_shape_without_output_tensor_and_kv_heads_has_defaults() -> None:
     tensors = [tensor for tensor in llama_tensors() if tensor[0] != "output.weight"]
-    shape = shape_of(llama_metadata(), tensors)
+    metadata = llama_metadata()
+    del metadata["llama.attention.head_count_kv"]
+    shape = shape_of(metadata, tensors)
     assert shape.tied_output
+    assert shape.kv_heads == 4
     assert shape.output_bytes == 64 * 4
 
 
@@ -149,19 +152,6 @@ def test_shape_with_values_per_layer_takes_the_largest() -> None:
     }
     shape = shape_of(llama_metadata() | changes, llama_tensors())
     assert (shape.kv_heads, shape.ff_width, shape.key_width, shape.value_width) == (4, 300, 48, 24)
-
-
-def test_shape_without_kv_heads_uses_all_heads() -> None:
-    metadata = llama_metadata()
-    del metadata["llama.attention.head_count_kv"]
-    assert shape_of(metadata, llama_tensors()).kv_heads == 4
-
-
-@pytest.mark.parametrize("kind", sorted(TYPE_NUMBERS))
-def test_every_tensor_type_is_read_with_its_size(kind: str) -> None:
-    header = read(write_gguf({}, [("t", (256, 3), kind)]))
-    assert header.tensors[0].type == kind
-    assert header.tensors[0].bytes == tensor_bytes((256, 3), kind)
 
 
 @pytest.mark.parametrize(
@@ -282,17 +272,14 @@ HOSTILE: dict[str, tuple[bytes, str]] = {
     "two bytes": (b"GG", "not a GGUF"),
     "version 1": (head(version=1), "version 1"),
     "version 4": (head(version=4), "version 4"),
-    "version 0": (head(version=0), "version 0"),
     "big endian": (b"GGUF" + struct.pack(">IQQ", 3, 0, 0), "version 50331648: only 2 and 3, little endian"),
     "many tensors": (head(tensors=MAX_ENTRIES + 1) + PAD, "claims 100001 tensors"),
     "2^63 tensors": (head(tensors=HUGE) + PAD, f"claims {HUGE} tensors"),
     "2^63 keys": (head(keys=HUGE) + PAD, f"claims {HUGE} keys"),
     "more tensors than bytes": (head(tensors=MAX_ENTRIES) + PAD, "cut short"),
-    "more keys than bytes": (head(keys=MAX_ENTRIES) + PAD, "cut short"),
     "endless key": (head(keys=1) + struct.pack("<Q", HUGE) + PAD, "cut short"),
     "key beyond the file": (head(keys=1) + struct.pack("<Q", 9999) + PAD, "cut short"),
     "unknown value type": (head(keys=1) + text("k") + struct.pack("<I", 13) + PAD, "value type 13"),
-    "unknown array type": (head(keys=1) + text("k") + struct.pack("<IIQ", 9, 77, 9) + PAD, "value type 77"),
     "unknown long array": (head(keys=1) + text("k") + struct.pack("<IIQ", 9, 77, 9999) + PAD, "type 77"),
     "nested arrays": (head(keys=1) + text("k") + struct.pack("<IIQ", 9, 9, 2) + PAD, "value type 9"),
     "2^63 numbers": (head(keys=1) + text("k") + struct.pack("<IIQ", 9, 10, HUGE) + PAD, "cut short"),
@@ -302,7 +289,6 @@ HOSTILE: dict[str, tuple[bytes, str]] = {
     "alignment 24": (write_gguf({"general.alignment": 24}) + PAD, "'general.alignment' is 24"),
     "alignment text": (write_gguf({"general.alignment": "32"}) + PAD, "'general.alignment' is '32'"),
     "five dimensions": (head(tensors=1) + one_tensor((1,) * 5) + PAD, "has 5 dimensions"),
-    "4 billion dimensions": (head(tensors=1) + text("t") + b"\xff" * 4 + PAD, "has 4294967295 dimensions"),
     "zero dimension": (head(tensors=1) + one_tensor((4, 0)) + PAD, "cannot have the shape 4 x 0"),
     "overflow": (head(tensors=1) + one_tensor((1 << 32, 1 << 32)) + PAD, "cannot have the shape"),
     "overflow to zero": (head(tensors=1) + one_tensor((1 << 63, 2)) + PAD, "cannot have the shape"),
@@ -351,9 +337,6 @@ def test_header_with_too_much_to_read_is_refused_before_it_is_held(many: str) ->
         ({"general.architecture": 5}, "'general.architecture' is missing"),
         ({"llama.block_count": None}, "'llama.block_count' is missing"),
         ({"llama.embedding_length": None}, "'llama.embedding_length' is missing"),
-        ({"llama.context_length": None}, "'llama.context_length' is missing"),
-        ({"llama.attention.head_count": None}, "'llama.attention.head_count' is missing"),
-        ({"llama.feed_forward_length": None}, "'llama.feed_forward_length' is missing"),
         ({"llama.block_count": True}, "must be a whole number, got True"),
         ({"llama.block_count": 1.5}, "must be a whole number"),
         ({"llama.attention.head_count_kv": []}, r"got \(\)"),
