@@ -1149,74 +1149,38 @@ class NodeFacts:
 # ======================================================================================================
 
 MAX_ENTRIES = 100_000  # tensors, and keys: large real models have about 2,000 and 60
-MAX_STRING_BYTES = 1 << 20  # a key, a name, a chat template
-MAX_KEPT_BYTES = 16 << 20  # of all strings and short arrays held in memory
-MAX_WALKED_STRINGS = 2_000_000  # in token lists, which must be walked: the largest have 800,000
+MAX_READ_BYTES = 16 * MIB  # of a header, without long arrays and token texts: room for 2 million tokens
 KEPT_ARRAY_LENGTH = 1024  # longer arrays are skipped; those with one entry a layer are shorter
-_WINDOW_BYTES = 256 << 10  # read at a time
 
-# ggml's type number -> (name, elements in a block, bytes of a block). Source: prima.cpp bdf9d8e7,
+# ggml's types: number -> (name, elements in a block, bytes of a block). Source: prima.cpp bdf9d8e7,
 # ggml/include/ggml.h (numbers) and ggml/src/ggml-common.h (block sizes).
-GGML_TYPES: dict[int, tuple[str, int, int]] = {
-    0: ("F32", 1, 4),
-    1: ("F16", 1, 2),
-    2: ("Q4_0", 32, 18),
-    3: ("Q4_1", 32, 20),
-    6: ("Q5_0", 32, 22),
-    7: ("Q5_1", 32, 24),
-    8: ("Q8_0", 32, 34),
-    9: ("Q8_1", 32, 36),
-    10: ("Q2_K", 256, 84),
-    11: ("Q3_K", 256, 110),
-    12: ("Q4_K", 256, 144),
-    13: ("Q5_K", 256, 176),
-    14: ("Q6_K", 256, 210),
-    15: ("Q8_K", 256, 292),
-    16: ("IQ2_XXS", 256, 66),
-    17: ("IQ2_XS", 256, 74),
-    18: ("IQ3_XXS", 256, 98),
-    19: ("IQ1_S", 256, 50),
-    20: ("IQ4_NL", 32, 18),
-    21: ("IQ3_S", 256, 110),
-    22: ("IQ2_S", 256, 82),
-    23: ("IQ4_XS", 256, 136),
-    24: ("I8", 1, 1),
-    25: ("I16", 1, 2),
-    26: ("I32", 1, 4),
-    27: ("I64", 1, 8),
-    28: ("F64", 1, 8),
-    29: ("IQ1_M", 256, 56),
-    30: ("BF16", 1, 2),
-    34: ("TQ1_0", 256, 54),
-    35: ("TQ2_0", 256, 66),
+GGML_TYPES = {
+    int(number): (name, int(block), int(size))
+    for number, name, block, size in re.findall(
+        r"(\d+) (\w+) (\d+) (\d+)",
+        """
+         0 F32 1 4          1 F16 1 2          2 Q4_0 32 18       3 Q4_1 32 20       6 Q5_0 32 22
+         7 Q5_1 32 24       8 Q8_0 32 34       9 Q8_1 32 36      10 Q2_K 256 84     11 Q3_K 256 110
+        12 Q4_K 256 144    13 Q5_K 256 176    14 Q6_K 256 210    15 Q8_K 256 292    16 IQ2_XXS 256 66
+        17 IQ2_XS 256 74   18 IQ3_XXS 256 98  19 IQ1_S 256 50    20 IQ4_NL 32 18    21 IQ3_S 256 110
+        22 IQ2_S 256 82    23 IQ4_XS 256 136  24 I8 1 1          25 I16 1 2         26 I32 1 4
+        27 I64 1 8         28 F64 1 8         29 IQ1_M 256 56    30 BF16 1 2        34 TQ1_0 256 54
+        35 TQ2_0 256 66
+        """,
+    )
 }
-# Known by name only, for a better sentence: Prima refuses these, so a size would be of no use.
-_REFUSED_TYPES = {
-    4: "Q4_2",
-    5: "Q4_3",
-    31: "Q4_0_4_4",
-    32: "Q4_0_4_8",
-    33: "Q4_0_8_8",
-    36: "IQ4_NL_4_4",
-    37: "IQ4_NL_4_8",
-    38: "IQ4_NL_8_8",
-    39: "MXFP4",
-    40: "NVFP4",
-}
+_NEWER_TYPES = {39: " (MXFP4)", 40: " (NVFP4)"}  # common, but Prima's ggml is older
 # GGUF value type -> struct code. 8 is a string, 9 an array.
 _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
-_U32, _U64 = struct.Struct("<I"), struct.Struct("<Q")
 _COPY_AGAIN = "copy or download the file again, and compare its size with the original"
 _WHOLE_MODEL = "a whole language model is wanted: not an adapter, a projector or a vocabulary"
 _CONVERT = "convert it with Prima's convert_hf_to_gguf.py, or download the model as GGUF"
-_SAVED_PAGE = "the download saved an answer in place of the file: use the direct link, check the login"
-_OTHER_FILES = (  # first bytes in lower case, what such a file is, what to do
-    ((b"version https://git-lfs",), "a Git LFS pointer", "run `git lfs pull` where it was cloned"),
-    ((b"<!doctype", b"<html", b"<?xml"), "a web page", _SAVED_PAGE),
-    ((b"{",), "JSON text", _SAVED_PAGE),
-    ((b"pk\x03\x04",), "a zip archive or a PyTorch checkpoint", f"unpack it, or {_CONVERT}"),
-    ((b"\x1f\x8b", b"\x28\xb5\x2f\xfd", b"\xfd7zxz"), "a compressed archive", "unpack it first"),
-    ((b"tjgg", b"lmgg", b"fmgg"), "a model in the old GGML format", _CONVERT),
+_OTHER_FILES = (  # how it begins, what such a file is, what to do
+    (rb"version https://git-lfs", "a Git LFS pointer", "run `git lfs pull` where it was cloned"),
+    (rb'.{8}\{"', "a safetensors file", _CONVERT),
+    (rb"\s*(<|\{)", "a web page or an error message", "use the file's direct link, and check the login"),
+    (rb"\0+\Z", "zeros only", "a download or copy that did not finish: start it again"),
+    (rb"", "something else", _CONVERT),
 )
 
 GgufValue = str | int | float | tuple[int | float, ...]
@@ -1238,232 +1202,155 @@ class GgufHeader:
     """The checked header of one GGUF file, which may be one part of a split model."""
 
     name: str  # as the caller calls the file
-    version: int
     metadata: dict[str, GgufValue]  # without arrays that are long or of strings
-    lengths: dict[str, int]  # of every array, also of those left out
     tensors: tuple[TensorInfo, ...]
     data_offset: int  # bytes
-    split_no: int = 0  # from 0
-    split_count: int = 1
-    split_tensors: int = 0  # in all parts together; 0: not split
 
 
 class _GgufReader:
-    """Little-endian values from a stream; each length is held against the file's size before it is used."""
+    """Little-endian values from a stream; each length is checked before anything of that length is made."""
 
     def __init__(self, stream: BinaryIO, size: int, name: str) -> None:
         self.stream, self.size, self.name = stream, size, name
-        self.pos = self.kept_bytes = self.walked = 0
-        self._chunk, self._base = b"", 0
+        self.pos = self.taken = 0
 
     def error(self, what: str, hint: str = _COPY_AGAIN) -> GgufError:
         return GgufError(what, where=self.name, hint=hint)
 
+    def damaged(self, what: str) -> GgufError:
+        return self.error(f"the header is damaged: {what}")
+
     def require(self, count: int) -> None:
         if count > self.size - self.pos:
-            need = self.pos + count
-            raise self.error(f"cut short: the header needs at least {need} bytes, the file has {self.size}")
+            raise self.error(f"cut short: it needs at least {self.pos + count} bytes, the file has {self.size}")
 
     def skip(self, count: int) -> None:
         self.require(count)
         self.pos += count
+        self.stream.seek(self.pos)
 
     def take(self, count: int) -> bytes:
-        start = self.pos
-        self.skip(count)
-        if start < self._base or self.pos > self._base + len(self._chunk):
-            self.stream.seek(start)
-            self._base, self._chunk = start, self.stream.read(max(count, _WINDOW_BYTES))
-            if len(self._chunk) < count:
-                raise self.error(f"cut short: it ended at {start + len(self._chunk)} while being read")
-        return self._chunk[start - self._base : self.pos - self._base]
+        self.require(count)
+        self.taken += count
+        if self.taken > MAX_READ_BYTES:
+            raise self.damaged(f"it has more than {format_size(MAX_READ_BYTES)} of names and values")
+        data = self.stream.read(count)
+        self.pos += len(data)
+        if len(data) < count:
+            raise self.error(f"cut short: it ended at {self.pos} of {self.size} bytes while being read")
+        return data
 
-    def u32(self) -> int:
-        return int(_U32.unpack(self.take(4))[0])
-
-    def u64(self) -> int:
-        return int(_U64.unpack(self.take(8))[0])
-
-    def keep(self, count: int) -> None:
-        self.kept_bytes += count
-        if self.kept_bytes > MAX_KEPT_BYTES:
-            raise self.error(f"the header holds more than {format_size(MAX_KEPT_BYTES)} of names and values")
+    def integer(self, count: int) -> int:
+        return int.from_bytes(self.take(count), "little")
 
     def string(self) -> str:
-        length = self.u64()
-        if length > MAX_STRING_BYTES:
-            raise self.error(f"the header is damaged: a string of {length} bytes at byte {self.pos - 8}")
-        self.keep(length)
-        return self.take(length).decode("utf-8", "replace")
+        return self.take(self.integer(8)).decode("utf-8", "replace")
 
 
 def read_gguf_header(stream: BinaryIO, size: int, name: str) -> GgufHeader:
-    """The header of the GGUF file in a seekable, buffered `stream` of `size` bytes, called `name` in errors.
+    """The header of the GGUF file in a buffered `stream` of `size` bytes, called `name` in errors.
 
-    Reads the header only; work and memory are bounded whatever the bytes are. Raises GgufError when it is
-    not GGUF version 2 or 3 (little endian), is damaged, or when the tensors do not fit into `size`.
+    Work and memory are bounded whatever the bytes are. Raises GgufError when it is not GGUF version 2 or 3
+    (little endian), is damaged, or when the tensors do not fit into `size`.
     Source: the GGUF specification, https://github.com/ggml-org/ggml/blob/master/docs/gguf.md.
     """
     reader = _GgufReader(stream, size, name)
-    version = _read_preamble(reader)
-    tensor_count, key_count = reader.u64(), reader.u64()
-    for count, what, least_bytes in ((tensor_count, "tensors", 24), (key_count, "keys", 13)):
+    _read_preamble(reader)
+    tensor_count, key_count = reader.integer(8), reader.integer(8)
+    for count, what in ((tensor_count, "tensors"), (key_count, "keys")):
         if count > MAX_ENTRIES:
-            raise reader.error(f"the header is damaged: it claims {count} {what}, {MAX_ENTRIES} is the limit")
-        reader.require(count * least_bytes)
-    metadata, lengths = _read_metadata(reader, key_count)
-    tensors = tuple(_read_tensor(reader) for _ in range(tensor_count))
-    alignment = _key_count(name, metadata, "general.alignment", 32)
-    if alignment not in {1 << n for n in range(21)}:
-        raise reader.error(f"key 'general.alignment' is {alignment}: a power of two up to 1 MiB is wanted")
-    data_offset = -(-reader.pos // alignment) * alignment
-    _check_extents(reader, tensors, data_offset, alignment)
-    return GgufHeader(
-        name=name,
-        version=version,
-        metadata=metadata,
-        lengths=lengths,
-        tensors=tensors,
-        data_offset=data_offset,
-        split_no=_key_count(name, metadata, "split.no", 0),
-        split_count=max(1, _key_count(name, metadata, "split.count", 1)),
-        split_tensors=_key_count(name, metadata, "split.tensors.count", 0),
-    )
-
-
-def _read_preamble(reader: _GgufReader) -> int:
-    if reader.size == 0:
-        raise reader.error("the file is empty")
-    first = reader.take(min(64, reader.size))
-    if first[:4] != b"GGUF":
-        looks, hint = _look_of(first)
-        raise reader.error(f"not a GGUF file: it looks like {looks}", hint)
-    reader.pos = 4
-    version = reader.u32()
-    if version & 0xFFFF == 0 and version:
-        raise reader.error("a big-endian GGUF file", "take the little-endian file of the same model")
-    if version not in (2, 3):
-        hint = "convert the model again with a current convert_hf_to_gguf.py, or download a newer file"
-        raise reader.error(f"GGUF version {version}: only 2 and 3 can be read", hint)
-    return version
-
-
-def _look_of(first: bytes) -> tuple[str, str]:
-    """What a file that is no GGUF seems to be, from its first bytes, and what to do about it."""
-    if first[8:10] == b'{"':
-        return "a safetensors file", _CONVERT
-    if not first.strip(b"\0"):
-        return "zeros only", "a download or copy that did not finish: start it again"
-    text = first.lstrip().lower()
-    for starts, looks, hint in _OTHER_FILES:
-        if text.startswith(starts):
-            return looks, hint
-    return f"something else (first bytes {first[:8].hex(' ')})", _COPY_AGAIN
-
-
-def _read_metadata(reader: _GgufReader, count: int) -> tuple[dict[str, GgufValue], dict[str, int]]:
+            raise reader.damaged(f"it claims {count} {what}, {MAX_ENTRIES} is the limit")
     metadata: dict[str, GgufValue] = {}
-    lengths: dict[str, int] = {}
-    for _ in range(count):
-        key, kind = reader.string(), reader.u32()
-        if key in metadata or key in lengths:
-            raise reader.error(f"the header is damaged: key {key[:64]!r} stands there twice")
-        if kind == 9:
-            lengths[key], items = _read_array(reader, key)
-            if items is not None:
-                metadata[key] = items
-        elif kind == 8:
-            metadata[key] = reader.string()
-        else:
-            metadata[key] = _read_numbers(reader, key, kind, 1)[0]
-    return metadata, lengths
-
-
-def _read_numbers(reader: _GgufReader, key: str, kind: int, count: int) -> tuple[int | float, ...]:
-    if kind not in _SCALARS:
-        raise reader.error(f"the header is damaged: key {key[:64]!r} has the unknown value type {kind}")
-    layout = struct.Struct(f"<{count}{_SCALARS[kind]}")
-    return layout.unpack(reader.take(layout.size))
-
-
-def _read_array(reader: _GgufReader, key: str) -> tuple[int, tuple[int | float, ...] | None]:
-    """An array's length, and its items where they are few numbers."""
-    kind, length = reader.u32(), reader.u64()
-    if kind == 9:  # the format allows it, ggml asserts against it
-        raise reader.error(f"key {key[:64]!r} is an array of arrays, which Prima cannot read")
-    if kind == 8:
-        reader.require(length * 8)
-        reader.walked += length
-        if reader.walked > MAX_WALKED_STRINGS:
-            raise reader.error(f"the header claims more than {MAX_WALKED_STRINGS} strings, at {key[:64]!r}")
-        for _ in range(length):
-            reader.skip(reader.u64())
-        return length, None
-    if length <= KEPT_ARRAY_LENGTH:
-        reader.keep(8 * length)
-        return length, _read_numbers(reader, key, kind, length)
-    _read_numbers(reader, key, kind, 0)  # for its check of the type
-    reader.skip(length * struct.calcsize("<" + _SCALARS[kind]))
-    return length, None
-
-
-def _read_tensor(reader: _GgufReader) -> TensorInfo:
-    name, dim_count = reader.string(), reader.u32()
-    label = f"tensor {name[:64]!r}"
-    if dim_count > 4:
-        raise reader.error(f"the header is damaged: {label} has {dim_count} dimensions, 4 is the limit")
-    dims = tuple(reader.u64() for _ in range(dim_count))
-    number, offset = reader.u32(), reader.u64()
-    if number not in GGML_TYPES:
-        known = f" ({_REFUSED_TYPES[number]})" if number in _REFUSED_TYPES else ""
-        hint = "take a file of a common quantisation such as Q4_K_M, or one that is not damaged"
-        raise reader.error(f"{label} has type {number}{known}, which Prima does not know", hint)
-    kind, block, block_bytes = GGML_TYPES[number]
-    elements = math.prod(dims)
-    if elements == 0 or elements >= 1 << 63 or (dims[0] if dims else 1) % block:
-        shape = " x ".join(map(str, dims))
-        raise reader.error(f"the header is damaged: {label} of type {kind} cannot have the shape {shape}")
-    return TensorInfo(name=name, dims=dims, type=kind, offset=offset, bytes=elements // block * block_bytes)
-
-
-def _check_extents(reader: _GgufReader, tensors: Sequence[TensorInfo], data_offset: int, alignment: int) -> None:
-    """Raises GgufError for tensors that share a name or bytes, are not aligned, or lie outside the file."""
-    doubles = [name for name, times in Counter(tensor.name for tensor in tensors).items() if times > 1]
-    if doubles:
-        raise reader.error(f"the header is damaged: tensor {doubles[0][:64]!r} stands there twice")
+    for _ in range(key_count):
+        _read_key(reader, metadata)
+    tensors = tuple(_read_tensor(reader) for _ in range(tensor_count))
+    alignment = metadata.get("general.alignment", 32)
+    if not isinstance(alignment, int) or alignment not in [1 << n for n in range(21)]:
+        raise reader.error(f"key 'general.alignment' is {alignment!r:.40}: a power of two up to 1 MiB is wanted")
+    data_offset = -(-reader.pos // alignment) * alignment
     end = 0
     for tensor in sorted(tensors, key=lambda tensor: tensor.offset):
         if tensor.offset % alignment or tensor.offset < end:
-            label = f"tensor {tensor.name[:64]!r}"
-            raise reader.error(f"the header is damaged: {label} cannot start at {tensor.offset}")
+            raise reader.damaged(f"tensor {tensor.name[:64]!r} cannot start at {tensor.offset}")
         end = tensor.offset + tensor.bytes
-    if tensors and data_offset + end > reader.size:
-        end += data_offset
-        raise reader.error(f"cut short: the header needs {end} bytes, the file has {reader.size}")
+    if tensors:
+        reader.pos = data_offset
+        reader.require(end)
+    return GgufHeader(name=name, metadata=metadata, tensors=tensors, data_offset=data_offset)
+
+
+def _read_preamble(reader: _GgufReader) -> None:
+    if reader.size == 0:
+        raise reader.error("the file is empty")
+    first = reader.take(min(64, reader.size))
+    if not first.startswith(b"GGUF"):
+        for pattern, looks, hint in _OTHER_FILES:
+            if re.match(pattern, first, re.DOTALL):
+                raise reader.error(f"not a GGUF file: it looks like {looks} (first bytes {first[:8].hex(' ')})", hint)
+    reader.pos = 0
+    reader.skip(4)
+    version = reader.integer(4)
+    if version not in (2, 3):
+        raise reader.error(f"GGUF version {version}: only 2 and 3, little endian, can be read", _CONVERT)
+
+
+def _read_key(reader: _GgufReader, metadata: dict[str, GgufValue]) -> None:
+    key, kind = reader.string(), reader.integer(4)
+    if kind == 8:
+        metadata[key] = reader.string()
+        return
+    is_array, length = kind == 9, 1
+    if is_array:
+        kind, length = reader.integer(4), reader.integer(8)
+    if is_array and kind == 8:
+        for _ in range(length):  # ends where the file or MAX_READ_BYTES does
+            reader.skip(reader.integer(8))
+    elif kind not in _SCALARS:  # an array of arrays too: the format allows it, ggml asserts against it
+        raise reader.error(f"key {key[:64]!r} has the value type {kind}, which Prima cannot read")
+    elif length > KEPT_ARRAY_LENGTH:
+        reader.skip(length * struct.calcsize("<" + _SCALARS[kind]))
+    else:
+        layout = f"<{length}{_SCALARS[kind]}"
+        items = struct.unpack(layout, reader.take(struct.calcsize(layout)))
+        metadata[key] = items if is_array else items[0]
+
+
+def _read_tensor(reader: _GgufReader) -> TensorInfo:
+    name, dim_count = reader.string(), reader.integer(4)
+    label = f"tensor {name[:64]!r}"
+    if dim_count > 4:
+        raise reader.damaged(f"{label} has {dim_count} dimensions, 4 is the limit")
+    dims = tuple(reader.integer(8) for _ in range(dim_count))
+    number, offset = reader.integer(4), reader.integer(8)
+    if number not in GGML_TYPES:
+        what = f"{label} has type {number}{_NEWER_TYPES.get(number, '')}, unknown to Prima"
+        raise reader.error(what, "take a file of a common quantisation such as Q4_K_M")
+    kind, block, block_bytes = GGML_TYPES[number]
+    elements = math.prod(dims)
+    if elements == 0 or elements >= 1 << 63 or (dims[0] if dims else 1) % block:
+        raise reader.damaged(f"{label} of type {kind} cannot have the shape {' x '.join(map(str, dims))}")
+    return TensorInfo(name=name, dims=dims, type=kind, offset=offset, bytes=elements // block * block_bytes)
 
 
 def split_parts(name: str) -> tuple[str, ...]:
-    """The names of all parts of a split model, first part first; (name,) where it is not one of a split.
-
-    "x-00002-of-00003.gguf" gives three names, also with folders before it.
-    """
+    """All parts of a split model such as "x-00002-of-00003.gguf", in order; (name,) where it is not split."""
     match = re.fullmatch(r"(.*)-(\d{5})-of-(\d{5})\.gguf", name, re.DOTALL)
     if not match or not 1 <= int(match[2]) <= int(match[3]):
         return (name,)
     return tuple(f"{match[1]}-{number:05}-of-{match[3]}.gguf" for number in range(1, int(match[3]) + 1))
 
 
-def _key_count(where: str, metadata: dict[str, GgufValue], key: str, default: int | None = None) -> int:
+def _key_count(header: GgufHeader, key: str, default: int | None = None) -> int:
     """A key's whole number, the largest where it is an array. Raises GgufError where it is none."""
-    value = metadata.get(key, default)
+    value = header.metadata.get(key, default)
     if value is None:
-        raise GgufError(f"key {key[:64]!r} is missing", where=where, hint=_WHOLE_MODEL)
+        raise GgufError(f"key {key[:64]!r} is missing", where=header.name, hint=_WHOLE_MODEL)
     items = value if isinstance(value, tuple) else (value,)
-    for item in items or ("an empty array",):
-        if not isinstance(item, int) or isinstance(item, bool) or not 0 <= item < 1 << 31:
-            what = f"key {key[:64]!r} must be a whole number, got {str(item)[:40]!r}"
-            raise GgufError(what, where=where, hint=_COPY_AGAIN)
-    return max(item for item in items if isinstance(item, int))
+    whole = [item for item in items if type(item) is int and 0 <= item < 1 << 31]  # a bool is no number
+    if not whole or len(whole) < len(items):
+        what = f"key {key[:64]!r} must be a whole number, got {value!r:.40}"
+        raise GgufError(what, where=header.name, hint=_COPY_AGAIN)
+    return max(whole)
 
 
 def model_shape(headers: Sequence[GgufHeader]) -> ModelShape:
@@ -1472,30 +1359,26 @@ def model_shape(headers: Sequence[GgufHeader]) -> ModelShape:
     Raises GgufError where a part is missing or of another model, or a key or tensor that is needed is absent.
     """
     first, tensors = headers[0], _all_tensors(headers)
-    where, metadata = first.name, first.metadata
-    architecture = metadata.get("general.architecture")
-    if not isinstance(architecture, str):
-        raise GgufError("key 'general.architecture' is missing", where=where, hint=_WHOLE_MODEL)
+    architecture = first.metadata.get("general.architecture")
+    embedding = tensors.get("token_embd.weight")
+    if not isinstance(architecture, str) or not embedding:
+        absent = "tensor 'token_embd.weight'" if isinstance(architecture, str) else "key 'general.architecture'"
+        raise GgufError(f"{absent} is missing", where=first.name, hint=_WHOLE_MODEL)
 
     def count(key: str, default: int | None = None) -> int:
-        return _key_count(where, metadata, f"{architecture}.{key}", default)
+        return _key_count(first, f"{architecture}.{key}", default)
 
-    layer_bytes = _layer_bytes(where, tensors, count("block_count"))
-    embedding = tensors.get("token_embd.weight")
-    if embedding is None:
-        raise GgufError("tensor 'token_embd.weight' is missing", where=where, hint=_WHOLE_MODEL)
-    embedding_bytes = sum(t.bytes for name, t in tensors.items() if name.startswith("token_embd."))
+    layer_bytes = _layer_bytes(first.name, tensors, count("block_count"))
     heads, width = count("attention.head_count"), count("embedding_length")
     head_width = width // max(1, heads)
     by_type: Counter[str] = Counter()
     for tensor in tensors.values():
         by_type[tensor.type] += tensor.bytes
-    listed = first.lengths.get("tokenizer.ggml.tokens", 0)
     return ModelShape(
         architecture=_plain_text(architecture),
         layers=len(layer_bytes),
         width=width,
-        vocab=embedding.dims[1] if len(embedding.dims) > 1 else listed or count("vocab_size"),
+        vocab=math.prod(embedding.dims[1:]),
         heads=heads,
         kv_heads=count("attention.head_count_kv", heads),
         key_width=count("attention.key_length", head_width),
@@ -1503,12 +1386,12 @@ def model_shape(headers: Sequence[GgufHeader]) -> ModelShape:
         ff_width=count("feed_forward_length"),
         context_train=count("context_length"),
         layer_bytes=layer_bytes,
-        embedding_bytes=embedding_bytes,
-        output_bytes=sum(by_type.values()) - sum(layer_bytes) - embedding_bytes,
+        embedding_bytes=embedding.bytes,
+        output_bytes=by_type.total() - sum(layer_bytes) - embedding.bytes,
         tied_output="output.weight" not in tensors,
         quantisation=by_type.most_common(1)[0][0],
-        name=_plain_text(str(metadata.get("general.name", ""))),
-        chat_template="tokenizer.chat_template" in metadata,
+        name=_plain_text(str(first.metadata.get("general.name", ""))),
+        chat_template="tokenizer.chat_template" in first.metadata,
     )
 
 
@@ -1520,19 +1403,20 @@ def _plain_text(text: str) -> str:
 def _all_tensors(headers: Sequence[GgufHeader]) -> dict[str, TensorInfo]:
     """The tensors of all parts by name. Raises GgufError where the parts do not make one whole model."""
     tensors: dict[str, TensorInfo] = {}
-    for number, header in enumerate(headers):
-        if header.split_count != len(headers) or header.split_no != number:
-            inside = f"part {header.split_no + 1} of {header.split_count}"
-            what = f"its header says {inside}, its name says part {number + 1} of {len(headers)}"
+    for number, header in enumerate(headers, 1):
+        # a merged model keeps the key, with a count of 0
+        part, parts = _key_count(header, "split.no", 0) + 1, _key_count(header, "split.count", 1) or 1
+        if (part, parts) != (number, len(headers)):
+            what = f"its header says part {part} of {parts}, its name says part {number} of {len(headers)}"
             hint = "keep the names that the parts came with: x-00001-of-00003.gguf"
             raise GgufError(what, where=header.name, hint=hint)
         for tensor in header.tensors:
             if tensor.name in tensors:
-                what = f"tensor {tensor.name[:64]!r} is in two parts"
+                what = f"tensor {tensor.name[:64]!r} is there twice"
                 raise GgufError(what, where=header.name, hint=_COPY_AGAIN)
             tensors[tensor.name] = tensor
-    wanted = headers[0].split_tensors
-    if wanted and wanted != len(tensors):
+    wanted = _key_count(headers[0], "split.tensors.count", len(tensors))
+    if len(headers) > 1 and wanted != len(tensors):
         what = f"the parts hold {len(tensors)} tensors, {wanted} were announced"
         raise GgufError(what, where=headers[0].name, hint="one part is of another model")
     return tensors
@@ -1540,20 +1424,14 @@ def _all_tensors(headers: Sequence[GgufHeader]) -> dict[str, TensorInfo]:
 
 def _layer_bytes(where: str, tensors: dict[str, TensorInfo], layers: int) -> tuple[int, ...]:
     """Bytes of each layer's own tensors. Raises GgufError where a layer has none, or is one too many."""
-    if layers > len(tensors):  # before anything of that length is made
-        what = f"{layers} layers are announced, there are {len(tensors)} tensors"
-        raise GgufError(what, where=where, hint=_COPY_AGAIN)
-    sizes = [0] * layers
+    sizes: Counter[int] = Counter()
     for name, tensor in tensors.items():
-        match = re.match(r"blk\.(\d{1,9})\.", name)
-        if match and int(match[1]) >= layers:
-            what = f"tensor {name[:64]!r} is beyond the {layers} layers announced"
-            raise GgufError(what, where=where, hint=_COPY_AGAIN)
-        if match:
+        if match := re.match(r"blk\.(\d{1,9})\.", name):
             sizes[int(match[1])] += tensor.bytes
-    if 0 in sizes:
-        raise GgufError(f"layer {sizes.index(0)} has no tensors", where=where, hint=_COPY_AGAIN)
-    return tuple(sizes)
+    if len(sizes) != layers or max(sizes, default=0) >= layers:
+        what = f"{layers} layers are announced, there are tensors of {len(sizes)}, up to {max(sizes, default=0)}"
+        raise GgufError(what, where=where, hint=_COPY_AGAIN)
+    return tuple(sizes[number] for number in range(layers))
 
 
 # ======================================================================================================
@@ -2516,7 +2394,6 @@ def diagnose(code: int, tail: Sequence[str]) -> str:
 # ======================================================================================================
 
 CHUNK_BYTES = 16 * MIB  # of a model file behind one hash: what a copy over the mesh verifies and resumes by
-COMMAND_TIMEOUT_S = 10.0  # for an engine's --version, and for macOS's own tools
 ROLE_BINARIES = {"leader": "llama-server", "worker": "llama-cli"}
 
 
@@ -2529,29 +2406,24 @@ def _read_text(*path: str) -> str:
         return ""
 
 
-def _run_tool(argv: Sequence[str]) -> str:
-    """What a tool of the system prints; "" where it fails."""
-    try:
-        return subprocess.check_output(
-            argv, stdin=subprocess.DEVNULL, stderr=subprocess.DEVNULL, timeout=COMMAND_TIMEOUT_S, text=True
-        )
-    except (OSError, ValueError, subprocess.SubprocessError):
-        return ""
+def _list_folder(path: str) -> list[str]:
+    """The names in a folder; none where it cannot be read."""
+    with contextlib.suppress(OSError):
+        return sorted(os.listdir(path))
+    return []
 
 
 # -- memory and cores ----------------------------------------------------------------------------------
 
-
-def _as_number(text: str) -> int | None:
-    return int(text) if text.isdecimal() else None  # "max" and "-1" mean: no limit
+_GROUP_MEMORY = {  # cgroup version -> its limits, its use, what of it is dropped under pressure
+    1: (("memory.limit_in_bytes",), "memory.usage_in_bytes", "total_inactive_file"),
+    2: (("memory.max", "memory.high"), "memory.current", "inactive_file"),
+}
+_GROUP_CPU = {1: ("cpu.cfs_quota_us", "cpu.cfs_period_us"), 2: ("cpu.max",)}
 
 
 def _cgroup_folders(root: str, controller: str) -> Iterator[tuple[int, str]]:
-    """(cgroup version, folder) of this process's control group and those above it, innermost first.
-
-    In a container the path in /proc may be the host's: what does not exist is left out, and the walk ends
-    at the container's own group.
-    """
+    """(cgroup version, folder) of this process's control group and those above it, innermost first."""
     mount = os.path.join(root, "sys/fs/cgroup")
     for line in _read_text(root, "proc/self/cgroup").splitlines():
         controllers, _, path = line.partition(":")[2].partition(":")
@@ -2561,68 +2433,51 @@ def _cgroup_folders(root: str, controller: str) -> Iterator[tuple[int, str]]:
         names = [name for name in path.split("/") if name not in ("", "..")]
         for depth in range(len(names), -1, -1):
             folder = os.path.join(base, *names[:depth])
-            if os.path.isdir(folder):
+            if os.path.isdir(folder):  # in a container the path may be the host's
                 yield version, folder
 
 
 def _key_values(text: str) -> dict[str, int]:
     """The numbers of /proc/meminfo or memory.stat by their key."""
-    found = (re.match(r"([\w()]+):?\s+(\d+)", line) for line in text.splitlines())
-    return {match[1]: int(match[2]) for match in found if match}
+    return {key: int(number) for key, number in re.findall(r"^([\w()]+):?\s+(\d+)", text, re.MULTILINE)}
 
 
 def probe_memory(root: str = "/") -> MemoryFacts:
-    """Memory in bytes that a new process could take: the kernel's figure, or a control group's if smaller.
-
-    Counts a group's inactive file pages as free, as they are dropped under pressure. `root` is for tests.
-    """
+    """Memory that a new process could take: the kernel's figure, or a control group's if smaller."""
     if platform.system() == "Darwin" and root == "/":
-        return macos_memory(_run_tool(["sysctl", "-n", "hw.memsize"]), _run_tool(["vm_stat"]))
+        return macos_memory(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"), subprocess.getoutput("vm_stat"))
     info = _key_values(_read_text(root, "proc/meminfo"))
-    total = info.get("MemTotal", 0) * 1024
-    free = info.get("MemAvailable", info.get("MemFree", 0) + info.get("Cached", 0)) * 1024
+    total, free = info.get("MemTotal", 0) * 1024, info.get("MemAvailable", 0) * 1024
     source = "meminfo" if total else "unknown: /proc/meminfo cannot be read"
     for version, folder in _cgroup_folders(root, "memory"):
-        if version == 2:
-            limits = [_as_number(_read_text(folder, name)) for name in ("memory.max", "memory.high")]
-            used, inactive = _as_number(_read_text(folder, "memory.current")), "inactive_file"
-        else:
-            limits = [_as_number(_read_text(folder, "memory.limit_in_bytes"))]
-            used, inactive = _as_number(_read_text(folder, "memory.usage_in_bytes")), "total_inactive_file"
-        limit = min((limit for limit in limits if limit is not None), default=None)
-        if limit is None or used is None:
-            continue
-        droppable = _key_values(_read_text(folder, "memory.stat")).get(inactive, 0)
-        left = max(0, limit - max(0, used - droppable))
-        if left < free or not total:
-            free, source = left, f"cgroup v{version} {folder.removeprefix(root.rstrip('/'))}"
-        total = min(total, limit) if total else limit
+        limit_files, use_file, droppable = _GROUP_MEMORY[version]
+        texts = [_read_text(folder, name) for name in limit_files]
+        limits = [int(text) for text in texts if text.isdecimal()]  # "max" is none
+        used = _read_text(folder, use_file)
+        if limits and used.isdecimal():
+            held = max(0, int(used) - _key_values(_read_text(folder, "memory.stat")).get(droppable, 0))
+            total, left = min(total, *limits), max(0, min(limits) - held)
+            if left < free:
+                free, source = left, f"cgroup v{version} {folder.removeprefix(root.rstrip('/'))}"
     return MemoryFacts(total_bytes=total, available_bytes=free, source=source)
 
 
-def macos_memory(memsize: str, vm_stat: str) -> MemoryFacts:
-    """Memory from the output of `sysctl -n hw.memsize` and `vm_stat`: free and droppable pages."""
+def macos_memory(total: int, vm_stat: str) -> MemoryFacts:
+    """Free and droppable pages, from the output of `vm_stat`."""
     page = re.search(r"page size of (\d+) bytes", vm_stat)
     pages = re.findall(r"Pages (?:free|inactive|speculative|purgeable):\s+(\d+)", vm_stat)
-    total = _as_number(memsize.strip()) or 0
-    free = min(total, sum(map(int, pages)) * int(page[1] if page else 4096))
-    source = "vm_stat" if total else "unknown: sysctl gives no answer"
-    return MemoryFacts(total_bytes=total, available_bytes=free, source=source)
+    free = min(total, sum(map(int, pages)) * int(page[1] if page else 0))
+    return MemoryFacts(total_bytes=total, available_bytes=free, source="vm_stat")
 
 
 def probe_cores(root: str = "/", affinity: int = 0) -> int:
-    """CPU cores this process may keep busy: its affinity (0: measured), or a control group's quota if lower.
-
-    A quota is rounded down: one thread too many is throttled, and the whole ring waits for it.
-    """
-    if not affinity:
-        allowed = getattr(os, "sched_getaffinity", None)  # Linux only
-        affinity = len(allowed(0)) if allowed else os.cpu_count() or 1
-    cores = affinity
+    """CPU cores this process may keep busy: its affinity (0: measured), or a control group's quota if lower."""
+    measured = getattr(os, "sched_getaffinity", lambda _: range(os.cpu_count() or 1))  # Linux only
+    cores = affinity or len(measured(0))
     for version, folder in _cgroup_folders(root, "cpu"):
-        names = ("cpu.max",) if version == 2 else ("cpu.cfs_quota_us", "cpu.cfs_period_us")
-        limit = re.fullmatch(r"(\d+) ([1-9]\d*)", " ".join(_read_text(folder, name) for name in names))
-        if limit:  # not "max 100000", nor "-1 100000"
+        quota = " ".join(_read_text(folder, name) for name in _GROUP_CPU[version])
+        if limit := re.fullmatch(r"(\d+) ([1-9]\d*)", quota):  # not "max 100000", nor "-1 100000"
+            # rounded down: one thread too many is throttled, and the whole ring waits for it
             cores = min(cores, int(limit[1]) // int(limit[2]))
     return max(1, cores)
 
@@ -2633,16 +2488,12 @@ def probe_platform() -> str:
 
 
 def machine_identity(root: str = "/") -> str:
-    """16 hex digits that stay the same for this box, and do not give away the id behind them.
-
-    From /etc/machine-id, else macOS's platform UUID, else hostname and MAC address.
-    """
+    """16 hex digits that stay the same for this box, and do not give away the id behind them."""
     known = _read_text(root, "etc/machine-id").lower() or _read_text(root, "var/lib/dbus/machine-id").lower()
     if not re.fullmatch(r"[0-9a-f]{32}", known):  # it may be empty or "uninitialized" in an image
         is_mac = platform.system() == "Darwin"
-        listing = _run_tool(["ioreg", "-rd1", "-c", "IOPlatformExpertDevice"]) if is_mac else ""
-        found = re.search(r'"IOPlatformUUID" = "([^"]+)"', listing)
-        mac = uuid.getnode()
+        listing = subprocess.getoutput("ioreg -rd1 -c IOPlatformExpertDevice") if is_mac else ""
+        found, mac = re.search(r'"IOPlatformUUID" = "([^"]+)"', listing), uuid.getnode()
         made_up = mac >> 40 & 1  # getnode() invents one, anew in every process, where there is no card
         known = found[1] if found else f"{socket.gethostname()} {'' if made_up else mac}"
     return hashlib.sha256(f"shardbox machine {known}".encode()).hexdigest()[:16]
@@ -2652,184 +2503,112 @@ def machine_identity(root: str = "/") -> str:
 
 
 def probe_gpus(root: str = "/") -> tuple[tuple[GpuFacts, ...], str]:
-    """NVIDIA GPUs as NVML reports them, and a sentence about what is missing, "" if nothing is.
-
-    A card whose memory cannot be read (a Jetson shares the system's) has None for it, and a note.
-    """
+    """NVIDIA GPUs as NVML reports them, and a sentence about what is missing, "" if nothing is."""
     try:
         import pynvml as nvml  # late: it costs 15 ms, and may not be there
     except ImportError:
-        return (), _without_driver(root, "the Python package nvidia-ml-py is not installed")
+        return (), _no_gpu(root, "the Python package nvidia-ml-py is not installed")
+    cards, lost, failures = [], [], (nvml.NVMLError, OSError)
     try:
         nvml.nvmlInit()
-    except (nvml.NVMLError, OSError) as error:
-        return (), _without_driver(root, str(error))
-    try:
-        count = int(nvml.nvmlDeviceGetCount())
-        cards = [_read_gpu(nvml, index) for index in range(count)]
-    except (nvml.NVMLError, OSError) as error:
-        return (), f"the NVIDIA driver gives no answer: {error}"
+        for index in range(nvml.nvmlDeviceGetCount()):
+            try:
+                cards.append(_read_gpu(nvml, index))
+            except failures as error:
+                lost.append(f"GPU {index} cannot be used: {error}")
+    except failures as error:
+        lost.append(str(error))
     finally:
-        with contextlib.suppress(nvml.NVMLError, OSError):
+        with contextlib.suppress(*failures):
             nvml.nvmlShutdown()
-    lost = "; ".join(card for card in cards if isinstance(card, str))
-    found = tuple(card for card in cards if isinstance(card, GpuFacts))
-    return found, lost if cards else _without_driver(root, "the NVIDIA driver sees no card")
+    why = "; ".join(lost)
+    return tuple(cards), why if cards else _no_gpu(root, why or "the NVIDIA driver sees no card")
 
 
-def _read_gpu(nvml: Any, index: int) -> GpuFacts | str:
-    try:
-        handle = nvml.nvmlDeviceGetHandleByIndex(index)
-        name = nvml.nvmlDeviceGetName(handle)
-    except (nvml.NVMLError, OSError) as error:
-        return f"GPU {index} cannot be used: {error}"
-    name = name.decode(errors="replace") if isinstance(name, bytes) else str(name)  # bytes before 11.5
+def _read_gpu(nvml: Any, index: int) -> GpuFacts:
+    handle = nvml.nvmlDeviceGetHandleByIndex(index)
+    facts = GpuFacts(index=index, name=str(nvml.nvmlDeviceGetName(handle)))
     try:
         memory = nvml.nvmlDeviceGetMemoryInfo(handle)
     except (nvml.NVMLError, OSError) as error:
-        note = f"its memory cannot be read ({error}): probably shared with the CPU, as on a Jetson"
-        return GpuFacts(index=index, name=name, note=note)
-    return GpuFacts(index=index, name=name, total_bytes=int(memory.total), free_bytes=int(memory.free))
+        return replace(facts, note=f"its memory cannot be read ({error}): probably shared, as on a Jetson")
+    return replace(facts, total_bytes=int(memory.total), free_bytes=int(memory.free))
 
 
-def _without_driver(root: str, reason: str) -> str:
-    """`reason`, with the NVIDIA display devices that are on the PCI bus and so only lack a driver."""
+def _no_gpu(root: str, reason: str) -> str:
+    """`reason`, with the NVIDIA display devices on the PCI bus, which only lack a driver."""
     bus = os.path.join(root, "sys/bus/pci/devices")
-    slots = sorted(os.listdir(bus)) if os.path.isdir(bus) else []
-    kinds = {slot: (_read_text(bus, slot, "vendor").lower(), _read_text(bus, slot, "class")[:4]) for slot in slots}
-    cards = ", ".join(slot for slot, kind in kinds.items() if kind == ("0x10de", "0x03"))
-    if not cards:
-        return f"no GPU: {reason}"
-    return f"an NVIDIA card is there (PCI {cards}) but cannot be used: {reason}; is its driver loaded?"
+    nvidia = [slot for slot in _list_folder(bus) if _read_text(bus, slot, "vendor").lower() == "0x10de"]
+    cards = ", ".join(slot for slot in nvidia if _read_text(bus, slot, "class").startswith("0x03"))
+    return f"the NVIDIA card (PCI {cards}) has no driver: {reason}" if cards else f"no GPU: {reason}"
 
 
 # -- hashes --------------------------------------------------------------------------------------------
 
 
 class HashCache:
-    """Content hashes of files, kept in `hashes.json` in the state folder; losing it costs time only.
+    """Content hashes of files, kept in `hashes.json` in the state folder; losing it costs time only. An entry counts
+    while path, size, mtime and inode are the same. Safe to use from several threads."""
 
-    An entry counts while path, size, mtime and inode are the same. Safe to use from several threads.
-    """
-
-    def __init__(self, folder: str, *, threads: int = 2) -> None:
+    def __init__(self, folder: str) -> None:
         self._file = os.path.join(folder, "hashes.json")
-        self._threads = threads
         self._lock = threading.Lock()
-        self._entries: dict[str, dict[str, Any]] | None = None
+        self._entries: dict[str, list[Any]] = {}  # kind and path -> size, mtime, inode, then the hashes
+        with contextlib.suppress(OSError, ValueError, TypeError, AttributeError), open(self._file, "rb") as file:
+            self._entries = {key: list(entry) for key, entry in json.load(file).items()}
 
     def file_sha256(self, path: str) -> str:
-        """SHA-256 of a file as sha256sum prints it. Raises ShardboxError where it cannot be read whole."""
-
-        def compute(file: BufferedReader, size: int) -> tuple[str, ...]:
-            return (hashlib.file_digest(file, "sha256").hexdigest(),)
-
-        return self._cached(path, "sha256", compute)[0][0]
+        """SHA-256 of a file as sha256sum prints it. Raises GgufError where it cannot be read whole."""
+        return str(self._cached("file", path, lambda file, _: [hashlib.file_digest(file, "sha256").hexdigest()])[3])
 
     def file_hashes(self, path: str, *, progress: Callable[[int], None], stop: Callable[[], bool]) -> tuple[str, ...]:
-        """SHA-256 of each CHUNK_BYTES of a file, the last one shorter; () for an empty file.
+        """SHA-256 of each CHUNK_BYTES of a file. `progress` gets the bytes done so far; `stop` is asked once a MiB.
+        Raises ShardboxError when stopped, GgufError when the file cannot be read or changes meanwhile."""
 
-        `progress` gets the bytes done so far, in the calling thread; `stop` is asked once a MiB.
-        Raises ShardboxError when stopped, or when the file cannot be read or changes meanwhile.
-        """
+        def compute(file: BufferedReader, size: int) -> list[str]:
+            hashes = []
+            for start in range(0, size, CHUNK_BYTES):
+                chunk = hashlib.sha256()
+                for _ in range(CHUNK_BYTES // MIB):
+                    if stop():
+                        raise ShardboxError("hashing was stopped", where=path)
+                    chunk.update(file.read(MIB))
+                hashes.append(chunk.hexdigest())
+                progress(min(size, start + CHUNK_BYTES))
+            return hashes
 
-        def compute(file: BufferedReader, size: int) -> tuple[str, ...]:
-            return self._hash_chunks(path, file.fileno(), size, progress, stop)
-
-        hashes, size = self._cached(path, "chunks", compute)
+        size, _, _, *hashes = self._cached("chunks", path, compute)
         progress(size)
-        return hashes
-
-    def _hash_chunks(
-        self, path: str, handle: int, size: int, progress: Callable[[int], None], stop: Callable[[], bool]
-    ) -> tuple[str, ...]:
-        def hash_chunk(start: int) -> str:
-            digest, position, end = hashlib.sha256(), start, min(size, start + CHUNK_BYTES)
-            while position < end:
-                if stop():
-                    raise ShardboxError("hashing was stopped", where=path)
-                block = os.pread(handle, min(MIB, end - position), position)
-                if not block:
-                    break  # it got shorter: noticed after the last chunk
-                digest.update(block)  # releases the GIL, so the threads run in parallel
-                position += len(block)
-            return digest.hexdigest()
-
-        hashes: list[str] = []
-        pool = ThreadPoolExecutor(self._threads, thread_name_prefix="hash")
-        try:
-            for chunk_hash in pool.map(hash_chunk, range(0, size, CHUNK_BYTES)):
-                hashes.append(chunk_hash)
-                progress(min(size, len(hashes) * CHUNK_BYTES))
-        finally:
-            pool.shutdown(wait=True, cancel_futures=True)
         return tuple(hashes)
 
-    def _cached(
-        self, path: str, kind: str, compute: Callable[[BufferedReader, int], tuple[str, ...]]
-    ) -> tuple[tuple[str, ...], int]:
+    def _cached(self, kind: str, path: str, compute: Callable[[BufferedReader, int], list[str]]) -> list[Any]:
+        key = f"{kind} {os.path.abspath(path)}"
         try:
             with open(path, "rb") as file:
-                before = os.fstat(file.fileno())
-                known = self._look_up(path, kind, before)
-                if known is not None:
-                    return known, before.st_size
-                hashes = compute(file, before.st_size)
-                after = os.fstat(file.fileno())
+                before = _identity(file)
+                entry = self._entries.get(key, [])
+                if entry[:3] == before:
+                    return entry
+                entry = [*before, *compute(file, before[0])]
+                if _identity(file) != before:
+                    raise GgufError("it changed while it was being hashed", where=path, hint="wait for the copy")
         except OSError as error:
             raise GgufError(f"cannot be read: {error.strerror}", where=path, hint="check its disk") from None
-        if _identity(before) != _identity(after):
-            hint = "wait until the copy is done"
-            raise GgufError("the file changed while it was being hashed", where=path, hint=hint)
-        self._store(path, kind, after, hashes)
-        return hashes, after.st_size
-
-    def _load(self) -> dict[str, dict[str, Any]]:
-        if self._entries is None:
-            try:
-                with open(self._file, encoding="utf-8") as file:
-                    entries = json.load(file)["files"]
-                self._entries = {path: entry for path, entry in entries.items() if isinstance(entry, dict)}
-            except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError):
-                self._entries = {}
-        return self._entries
-
-    def _look_up(self, path: str, kind: str, found: os.stat_result) -> tuple[str, ...] | None:
-        with self._lock:
-            entry = self._load().get(os.path.abspath(path), {})
-        hashes, wanted = entry.get(kind), -(-found.st_size // CHUNK_BYTES) if kind == "chunks" else 1
-        if entry.get("identity") != _identity(found) or not isinstance(hashes, list) or len(hashes) != wanted:
-            return None
-        return tuple(hashes) if all(re.fullmatch("[0-9a-f]{64}", str(item)) for item in hashes) else None
-
-    def _store(self, path: str, kind: str, found: os.stat_result, hashes: tuple[str, ...]) -> None:
-        with self._lock:
-            entries, path = self._load(), os.path.abspath(path)
-            entry = entries.pop(path, {})
-            kept = entry if entry.get("identity") == _identity(found) else {"identity": _identity(found)}
-            entries[path] = {**kept, kind: list(hashes)}
-            for old in list(entries)[:-500]:  # the oldest go, so that the file stays small
-                del entries[old]
-            try:
-                os.makedirs(os.path.dirname(self._file), mode=0o700, exist_ok=True)
-                part = f"{self._file}.{os.getpid()}"
-                with open(part, "w", encoding="utf-8") as file:
-                    json.dump({"files": entries}, file)
-                os.replace(part, self._file)
-            except OSError:
-                pass  # a full or read-only disk: hash again next time
+        with self._lock, contextlib.suppress(OSError):  # a full or read-only disk: hash again after a restart
+            self._entries[key] = entry
+            os.makedirs(os.path.dirname(self._file), mode=0o700, exist_ok=True)
+            write_atomic(self._file, json.dumps(self._entries).encode())
+        return entry
 
 
-def _identity(found: os.stat_result) -> list[int]:
+def _identity(file: BufferedReader) -> list[int]:
+    found = os.fstat(file.fileno())
     return [found.st_size, found.st_mtime_ns, found.st_ino]
 
 
 def root_hash(parts: Sequence[tuple[int, Sequence[str]]]) -> str:
-    """One hash for a whole model, from (bytes, chunk hashes) of each part in order: 64 hex digits.
-
-    SHA-256 over lines, each with a newline: "shardbox-model-1", then for each part its size in decimal,
-    a space and its number of chunks, then each chunk's SHA-256 in hex.
-    """
+    """One hash for a whole model, from (bytes, chunk hashes) of each part in order: SHA-256 over lines, each with
+    a newline: "shardbox-model-1", then for each part "<bytes> <number of chunks>" and its chunk hashes in hex."""
     lines = ["shardbox-model-1"]
     for size, hashes in parts:
         lines += [f"{size} {len(hashes)}", *hashes]
@@ -2838,185 +2617,121 @@ def root_hash(parts: Sequence[tuple[int, Sequence[str]]]) -> str:
 
 # -- engine binaries -----------------------------------------------------------------------------------
 
-_ELF_MACHINES = {
-    3: "i386",
-    21: "ppc64",
-    22: "s390x",
-    40: "arm",
-    62: "x86_64",
-    183: "aarch64",
-    243: "riscv64",
-    258: "loongarch64",
-}
-_RUNS_TOO = {("x86_64", "i386"), ("aarch64", "arm")}  # a 64-bit kernel may have a 32-bit system on it
-
 
 def probe_binary(
-    role: str,
-    folders: Sequence[str],
-    *,
-    lib: str,
-    env: Mapping[str, str],
-    cache: HashCache,
-    timeout_s: float = COMMAND_TIMEOUT_S,
+    role: str, folders: Sequence[str], *, lib: str, env: Mapping[str, str], cache: HashCache, timeout_s: float = 10.0
 ) -> BinaryFacts:
-    """The first binary for `role` ("leader" or "worker") in `folders` that runs here.
-
-    Where none does, the first that is there with its problem: folders for several machines may stand in one
-    list. It is run with --version in `env`, with `lib` in front of the library path.
-    """
-    name, first = ROLE_BINARIES[role], None
-    for folder in folders:
-        path = os.path.abspath(os.path.join(os.path.expanduser(folder), name))
-        if os.path.lexists(path):
-            facts = _try_binary(role, path, _library_env(env, lib), cache, timeout_s)
-            if not facts.problem:
-                return facts
-            first = first or facts
-    if first:
-        return first
-    places = " or ".join(os.path.abspath(os.path.expanduser(folder)) for folder in folders)
-    problem = f"no {name} in {places or 'engine.path, which is empty'}"
-    return BinaryFacts(role=role, problem=problem, hint=f"set engine.path to the folder that holds {name}")
-
-
-def _library_env(env: Mapping[str, str], lib: str) -> dict[str, str]:
-    variable = "DYLD_LIBRARY_PATH" if platform.system() == "Darwin" else "LD_LIBRARY_PATH"
-    folders = [os.path.abspath(os.path.expanduser(lib))] if lib else []
-    path = os.pathsep.join([*folders, *filter(None, [env.get(variable)])])
-    return {**env, variable: path} if path else dict(env)
+    """The first binary for `role` in `folders` that runs here with --version, else the first with its problem, as
+    folders for several machines may stand in one list. `lib` goes in front of the library path in `env`."""
+    name, problems = ROLE_BINARIES[role], []
+    if lib:
+        variable = "DYLD_LIBRARY_PATH" if platform.system() == "Darwin" else "LD_LIBRARY_PATH"
+        libraries = [os.path.abspath(os.path.expanduser(lib)), env.get(variable, "")]
+        env = {**env, variable: os.pathsep.join(filter(None, libraries))}
+    places = [os.path.abspath(os.path.join(os.path.expanduser(folder), name)) for folder in folders]
+    for path in filter(os.path.lexists, places):
+        try:
+            version = _run_version(path, env, timeout_s)
+            commit = re.search(r"\(([0-9a-f]{7,40})\)", version)
+            found = BinaryFacts(role=role, path=path, version=version, commit=commit[1] if commit else "")
+            return replace(found, sha256=cache.file_sha256(path))
+        except ShardboxError as error:
+            problems.append(BinaryFacts(role=role, path=path, problem=error.what, hint=error.hint))
+    problem = f"no {name} in {' or '.join(map(os.path.dirname, places)) or 'engine.path, which is empty'}"
+    hint = f"set engine.path to the folder that holds {name}"
+    return problems[0] if problems else BinaryFacts(role=role, problem=problem, hint=hint)
 
 
-def _try_binary(role: str, path: str, env: dict[str, str], cache: HashCache, timeout_s: float) -> BinaryFacts:
-    output = digest = ""
-    problem, hint = _program_problem(path)
+def _run_version(path: str, env: Mapping[str, str], timeout_s: float) -> str:
+    """What --version says, in one line. Raises EngineError where the binary does not run, or not in time."""
     try:
-        if not problem:
-            code, output = _run_version(path, env, timeout_s)
-            problem, hint = diagnose_version_run(code, output)
-        if not problem:
-            digest = cache.file_sha256(path)
-    except subprocess.TimeoutExpired:
-        problem, hint = f"--version did not end within {timeout_s:.0f} s", "is this Prima's own binary?"
-    except OSError as error:
-        problem = f"cannot be run: {error.strerror or error}"
-        hint = "is its folder on a disk mounted noexec, or is its loader (ld-linux, musl) not on this box?"
-    except ShardboxError as error:
-        problem, hint = error.what, error.hint
-    if problem:
-        return BinaryFacts(role=role, path=path, problem=problem, hint=hint)
-    lines = [*output.splitlines(), ""]
-    version = next((line for line in lines if line.startswith("version:")), lines[0])[:200].strip()
-    commit = re.search(r"\(([0-9a-f]{7,40})\)", version)
-    found = commit[1] if commit else ""
-    return BinaryFacts(role=role, path=path, sha256=digest, version=version, commit=found)
-
-
-def _run_version(path: str, env: dict[str, str], timeout_s: float) -> tuple[int, str]:
-    """Exit code and output of --version, run in a folder of its own, as engines leave files where they run.
-
-    The output goes to a file, as a pipe stays open while a grandchild lives; the whole group is killed.
-    Raises OSError, and subprocess.TimeoutExpired after `timeout_s`.
-    """
-    with tempfile.TemporaryDirectory(prefix="shardbox-") as folder, tempfile.TemporaryFile() as output:
+        with open(path, "rb") as file:
+            problem = program_problem(file.read(20), platform.system(), platform.machine())
+        if problem:
+            raise EngineError(problem, hint="build Prima on a box like this one, and set engine.path for this node")
         argv, silent = [path, "--version"], subprocess.DEVNULL
-        with subprocess.Popen(
-            argv, cwd=folder, env=env, stdin=silent, stdout=output, stderr=output, start_new_session=True
-        ) as process:
+        with (
+            tempfile.TemporaryDirectory(prefix="shardbox-") as folder,  # engines leave files where they run
+            tempfile.TemporaryFile() as output,  # a pipe would stay open while a grandchild lives
+            subprocess.Popen(
+                argv, cwd=folder, env=env, stdin=silent, stdout=output, stderr=output, start_new_session=True
+            ) as process,
+        ):
             try:
                 code = process.wait(timeout_s)
             finally:
                 with contextlib.suppress(ProcessLookupError, PermissionError):
                     os.killpg(process.pid, signal.SIGKILL)
-        output.seek(0)
-        return code, output.read(64 * 1024).decode(errors="replace")
-
-
-def _program_problem(path: str) -> tuple[str, str]:
-    """(problem, hint) of a file that cannot be a program for this machine; ("", "") where it may be one."""
-    try:
-        if not stat.S_ISREG(os.stat(path).st_mode):
-            return "not a regular file", "engine.path is the folder that holds llama-server and llama-cli"
-        if not os.access(path, os.X_OK):
-            hint = f"run: chmod +x {path}; on a stick with FAT: copy it to the box's own disk"
-            return "not executable", hint
-        with open(path, "rb") as file:
-            return program_kind_problem(file.read(20), platform.system(), platform.machine())
+            output.seek(0)
+            text = output.read(64 * KIB).decode(errors="replace").strip()
+    except subprocess.TimeoutExpired:
+        raise EngineError(f"--version did not end within {timeout_s:.0f} s", hint="is it Prima's own?") from None
     except OSError as error:
-        return f"cannot be read: {error.strerror}", "check the file's owner and mode, or where the link leads"
+        hint = "is it executable (chmod +x), its disk not mounted noexec, its loader (ld-linux, musl) on this box?"
+        raise EngineError(f"cannot be run: {error.strerror or error}", hint=hint) from None
+    if code:
+        raise version_error(code, text)
+    lines = text.splitlines() or [""]
+    return next((line for line in lines if line.startswith("version:")), lines[0])[:200]
 
 
-def program_kind_problem(head: bytes, system: str, machine: str) -> tuple[str, str]:
-    """(problem, hint) from a program's first 20 bytes on such a machine; ("", "") where they fit."""
-    hint = f"build Prima on a box like this one ({system} {machine}), and set engine.path for this node"
-    if head[:2] == b"#!":
-        return "", ""  # a wrapper script: running it tells
-    if head[:4] in (b"\xcf\xfa\xed\xfe", b"\xca\xfe\xba\xbe"):
-        return ("", "") if system == "Darwin" else ("a program for macOS", hint)
-    if head[:4] != b"\x7fELF" or len(head) < 20:
-        return ("a program for Windows" if head[:2] == b"MZ" else "not a program"), hint
-    if system != "Linux":
-        return "a program for Linux", hint
+def program_problem(head: bytes, system: str, machine: str) -> str:
+    """Why a program with these first 20 bytes cannot run on such a machine; "" where running it tells."""
+    if system != "Linux" or head.startswith(b"#!"):
+        return ""
+    if not head.startswith(b"\x7fELF") or len(head) < 20:
+        return "not a program for Linux"
     number = int.from_bytes(head[18:20], "big" if head[5] == 2 else "little")
-    built_for = _ELF_MACHINES.get(number, f"ELF machine {number}")
-    if built_for == machine or (machine, built_for) in _RUNS_TOO or machine.startswith(built_for):
-        return "", ""
-    return f"built for {built_for}, this machine is {machine}", hint
+    kinds = {3: "i386", 40: "arm", 62: "x86_64", 183: "aarch64", 243: "riscv64"}
+    kind = kinds.get(number, f"ELF machine {number}")
+    if machine.startswith(kind) or (kind, machine) == ("arm", "aarch64"):  # a Pi's kernel may be 64-bit alone
+        return ""
+    return f"built for {kind}, this machine is {machine}"
 
 
-def diagnose_version_run(code: int, output: str) -> tuple[str, str]:
-    """(problem, hint) from how --version ended; ("", "") where it went well."""
-    if code == 0:
-        return "", ""
-    if missing := re.search(r"loading shared libraries: ([^\s:]+)|Library not loaded: (\S+)", output):
-        name = missing[1] or missing[2]
-        hint = f"install it, or set engine.lib to a folder that holds {name}"
-        return f"the shared library {name} is missing", hint
+def version_error(code: int, output: str) -> EngineError:
+    """Why --version ended with an exit code that is not 0."""
+    if missing := re.search(r"(?:loading shared libraries|Library not loaded): ([^\s:]+)", output):
+        hint = f"install it, or set engine.lib to a folder that holds {missing[1]}"
+        return EngineError(f"the shared library {missing[1]} is missing", hint=hint)
     if needed := re.search(r"version `([^']+)' not found", output):
-        return f"needs a newer system library ({needed[1]})", "build Prima on this box, or on an older system"
+        return EngineError(f"needs a newer system library ({needed[1]})", hint="build Prima on this box")
     if code == -signal.SIGILL:
-        return "uses instructions this CPU does not have", "build Prima on this box, or without -march=native"
-    last = (output.strip().splitlines() or ["nothing printed"])[-1][:200]
-    return f"--version failed (exit {code}): {last}", "run it by hand to see why"
+        return EngineError("uses instructions this CPU does not have", hint="build Prima without -march=native")
+    last = (output.splitlines() or ["nothing printed"])[-1][:200]
+    return EngineError(f"--version failed (exit {code}): {last}", hint="run it by hand to see why")
 
 
 # -- models --------------------------------------------------------------------------------------------
 
 
 def _places(path: str, folder: str, dirs: Sequence[str]) -> list[str]:
-    path = os.path.expanduser(path)
+    """Where a model's first part may be, in order."""
+    path = os.path.expanduser(split_parts(path)[0])
     roots = [os.path.join(folder, os.path.expanduser(extra)) for extra in dirs]
     names = [os.path.join(root, name) for root in roots for name in (path, os.path.basename(path))]
     return list(dict.fromkeys(os.path.abspath(name) for name in [os.path.join(folder, path), *names]))
 
 
 def find_model(path: str, *, folder: str, dirs: Sequence[str]) -> str:
-    """Absolute path of a model's first part, "" where there is none.
-
-    Looks at `path` from `folder` (the TOML's), then in each of `dirs` for that path and for its last part.
-    A file wins over anything else of that name, such as a folder.
-    """
-    places = _places(split_parts(path)[0], folder, dirs)
-    here = [place for place in places if os.path.exists(place)]
-    return next((place for place in here if os.path.isfile(place)), here[0] if here else "")
+    """Absolute path of a model's first part, "" where there is none. Looks at `path` from `folder` (the TOML's),
+    then in each of `dirs` for that path and for its last part; a file wins over a folder of that name."""
+    here = filter(os.path.exists, _places(path, folder, dirs))
+    return min(here, key=lambda place: not os.path.isfile(place), default="")
 
 
 def probe_model(name: str, path: str, *, folder: str, dirs: Sequence[str]) -> ModelFacts:
-    """A [[models]] entry as it is on this box: where, how large, its shape; else the problem in words.
-
-    Reads the headers of all parts. The content hash is left to the background.
-    """
+    """A [[models]] entry as it is on this box: where, how large, its shape; else the problem in words."""
     first = find_model(path, folder=folder, dirs=dirs)
     if not first:
-        tried = ", ".join(_places(split_parts(path)[0], folder, dirs))
-        hint = "copy it there, or name its folder in model_dirs"
-        return ModelFacts(name=name, problem=f"not found: tried {tried}", hint=hint)
+        problem = f"not found: tried {', '.join(_places(path, folder, dirs))}"
+        return ModelFacts(name=name, problem=problem, hint="copy it there, or name its folder in model_dirs")
     parts = split_parts(first)
     try:
-        headers, sizes = zip(*(_read_part(part) for part in parts), strict=True)
+        headers, sizes = zip(*map(_read_part, parts), strict=True)
         shape = model_shape(headers)
-    except ShardboxError as error:
-        problem = f"{error.where}: {error.what}" if error.where else error.what
+    except GgufError as error:
+        problem = f"{error.where}: {error.what}"
         return ModelFacts(name=name, path=first, parts=len(parts), problem=problem, hint=error.hint)
     return ModelFacts(name=name, path=first, parts=len(parts), size_bytes=sum(sizes), shape=shape)
 
@@ -3024,147 +2739,87 @@ def probe_model(name: str, path: str, *, folder: str, dirs: Sequence[str]) -> Mo
 def _read_part(path: str) -> tuple[GgufHeader, int]:
     try:
         found = os.stat(path)
-        if stat.S_ISDIR(found.st_mode):
-            raise GgufError("a folder, not a file", where=path, hint="name the .gguf file in it")
-        if not stat.S_ISREG(found.st_mode):
-            raise GgufError("not a regular file", where=path, hint="name a .gguf file")
+        if not stat.S_ISREG(found.st_mode):  # opening a pipe would wait for ever
+            raise GgufError("not a regular file", where=path, hint="name the .gguf file")
         with open(path, "rb") as stream:
             return read_gguf_header(stream, found.st_size, path), found.st_size
     except FileNotFoundError:
         raise GgufError("this part of the model is missing", where=path, hint="copy all parts") from None
     except OSError as error:
-        hint = "check the file's owner and mode, and its disk"
-        raise GgufError(f"cannot be read: {error.strerror}", where=path, hint=hint) from None
+        raise GgufError(f"cannot be read: {error.strerror}", where=path, hint="check its owner and mode") from None
 
 
 # -- addresses -----------------------------------------------------------------------------------------
 
-_VIRTUAL_NAMES = (
-    "docker*",
-    "br-*",
-    "virbr*",
-    "lxc*",
-    "lxdbr*",
-    "cni*",
-    "flannel*",
-    "vmnet*",
-    "vboxnet*",
-    "podman*",
-    "kube*",
-    "cali*",
-    "vnet*",
-    "bridge1[0-9][0-9]",
-)
-_TUNNEL_NAMES = ("tun*", "tap*", "wg*", "tailscale*", "zt*", "utun*", "ppp*", "ipsec*", "nebula*")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class InterfaceFacts:
-    """One network interface with its IPv4 addresses, as the system reports it."""
-
-    name: str
-    addresses: tuple[tuple[str, int], ...]  # (address, prefix length)
-    physical: bool = False  # a real card, or built on one: VLAN, bond, a bridge with a card in it
-    bridge: bool = False
-    port: bool = False  # of a bridge
-    tunnel: bool = False
-    down: bool = False  # no link
+_TUNNELS = "tun* tap* wg* tailscale* zt* utun* ppp* ipsec* nebula*"
+_VIRTUAL = "docker* br-* virbr* lxc* lxdbr* cni* flannel* vmnet* vboxnet* podman* kube* cali* vnet* bridge1[0-9][0-9]"
+_BY_NAME = "; name it in cluster.interfaces to use it"
 
 
 def local_addresses(interfaces: Sequence[str]) -> tuple[tuple[AddressFacts, ...], tuple[str, ...]]:
     """IPv4 addresses of this box that other boxes may use, best first, and sentences about the rest.
-
-    `interfaces` holds names (also with *) and CIDRs that may be used; empty: every real one.
-    """
-    return choose_addresses(read_interfaces(), interfaces)
-
-
-def read_interfaces(root: str = "/") -> tuple[InterfaceFacts, ...]:
-    """The interfaces that have an IPv4 address, with what Linux's /sys says of each."""
+    `interfaces` holds names (also with *) and CIDRs that may be used; empty: every real one."""
     import ifaddr  # late: only a node that starts needs it
 
-    found = []
-    for adapter in ifaddr.get_adapters():
-        addresses = tuple((ip.ip, ip.network_prefix) for ip in adapter.ips if isinstance(ip.ip, str))
-        if addresses:
-            found.append(interface_facts(root, str(adapter.name), addresses))
-    return tuple(found)
+    ips = [(str(adapter.name), ip) for adapter in ifaddr.get_adapters() for ip in adapter.ips]
+    found = [(name, ip.ip, ip.network_prefix) for name, ip in ips if isinstance(ip.ip, str)]
+    return choose_addresses("/", found, interfaces)
 
 
-def interface_facts(root: str, name: str, addresses: tuple[tuple[str, int], ...]) -> InterfaceFacts:
-    """What <root>/sys/class/net says of an interface; a label such as "eth0:1" belongs to eth0."""
-    folder = os.path.join(root, "sys/class/net", name.partition(":")[0])
-    return InterfaceFacts(
-        name=name,
-        addresses=addresses,
-        physical=_on_a_card(folder),
-        bridge=os.path.isdir(os.path.join(folder, "bridge")),
-        port=os.path.exists(os.path.join(folder, "brport")),
-        tunnel=os.path.exists(os.path.join(folder, "tun_flags"))
-        or "DEVTYPE=wireguard" in _read_text(folder, "uevent").splitlines(),
-        down=_read_text(folder, "operstate") in ("down", "lowerlayerdown", "notpresent"),
-    )
+def choose_addresses(
+    root: str, found: Sequence[tuple[str, str, int]], allowed: Sequence[str]
+) -> tuple[tuple[AddressFacts, ...], tuple[str, ...]]:
+    """The rules behind `local_addresses`, for (interface, address, prefix length): cards first, then by name;
+    link-local only when alone."""
+    usable, left_out = [], []
+    ips = [(name, ipaddress.IPv4Address(address), prefix) for name, address, prefix in found]
+    for _, why, name, ip, prefix in sorted((*_judge(root, name), name, ip, prefix) for name, ip, prefix in ips):
+        if allowed:
+            why = "" if any(_matches(entry, name, ip) for entry in allowed) else "not in cluster.interfaces"
+        elif ip.is_loopback:
+            why = "loopback"
+        if why:
+            left_out.append(f"{name} {ip}: {why}")
+        else:
+            note = "link-local, nothing better was found" if ip.is_link_local else ""
+            usable.append(AddressFacts(address=str(ip), interface=name, prefix=prefix, note=note))
+    best = [facts for facts in usable if not facts.note]
+    if best:
+        left_out += [f"{facts.interface} {facts.address}: link-local" for facts in usable if facts.note]
+    for entry in allowed:
+        if not any(_matches(entry, name, ip) for name, ip, _ in ips):
+            left_out.append(f"cluster.interfaces: nothing here matches {entry}")
+    return tuple(best or usable), tuple(left_out)
+
+
+def _judge(root: str, name: str) -> tuple[int, str]:
+    """A rank, 0 for a card, and why an interface is not used unless it is named; "" where it is used."""
+    folder = os.path.join(root, "sys/class/net", name.partition(":")[0])  # "eth0:1" is a label of eth0
+    there, rank = _list_folder(folder), 0 if _on_a_card(folder) else 1
+    wireguard = "DEVTYPE=wireguard" in _read_text(folder, "uevent").splitlines()
+    if wireguard or "tun_flags" in there or _fits(name, _TUNNELS):
+        return rank, "a VPN or tunnel" + _BY_NAME
+    if rank and ("bridge" in there or "brport" in there or _fits(name, _VIRTUAL)):
+        return rank, "a network of containers or virtual machines" + _BY_NAME
+    return rank, "no link" if _read_text(folder, "operstate") in ("down", "lowerlayerdown", "notpresent") else ""
 
 
 def _on_a_card(folder: str, depth: int = 4) -> bool:
     """Whether an interface is a card or made of one: /sys has a link lower_X for each X below it."""
-    if os.path.exists(os.path.join(folder, "device")):
-        return True
-    entries = os.listdir(folder) if depth and os.path.isdir(folder) else []
-    lower = (entry for entry in entries if entry.startswith("lower_"))
-    return any(_on_a_card(os.path.join(folder, entry), depth - 1) for entry in lower)
+    there = _list_folder(folder) if depth else []
+    lower = (os.path.join(folder, entry) for entry in there if entry.startswith("lower_"))
+    return "device" in there or any(_on_a_card(below, depth - 1) for below in lower)
 
 
-def choose_addresses(
-    found: Sequence[InterfaceFacts], allowed: Sequence[str]
-) -> tuple[tuple[AddressFacts, ...], tuple[str, ...]]:
-    """The rules behind `local_addresses`: cards first, then by name; link-local only when alone."""
-    usable: list[tuple[bool, AddressFacts]] = []
-    left_out: list[str] = []
-    matched: set[str] = set()
-    for interface in found:
-        for address, prefix in interface.addresses:
-            entries = {entry for entry in allowed if _matches(entry, interface.name, address)}
-            matched |= entries
-            named = "" if entries else "not in cluster.interfaces"
-            why = named if allowed else _unfit(interface, address)
-            if why:
-                left_out.append(f"{interface.name} {address}: {why}")
-            else:
-                facts = AddressFacts(address=address, interface=interface.name, prefix=prefix)
-                usable.append((not interface.physical, facts))
-    unmatched = (entry for entry in allowed if entry not in matched)
-    left_out += [f"cluster.interfaces: nothing here matches {entry}" for entry in unmatched]
-    usable.sort(key=lambda item: (item[0], item[1].interface, ipaddress.ip_address(item[1].address)))
-    best = [facts for _, facts in usable if not ipaddress.ip_address(facts.address).is_link_local]
-    link_local = [facts for _, facts in usable if ipaddress.ip_address(facts.address).is_link_local]
-    if best:
-        left_out += [f"{facts.interface} {facts.address}: link-local" for facts in link_local]
-        return tuple(best), tuple(left_out)
-    note = "link-local, nothing better was found"
-    return tuple(dataclasses.replace(facts, note=note) for facts in link_local), tuple(left_out)
+def _fits(name: str, patterns: str) -> bool:
+    return any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns.split())
 
 
-def _matches(entry: str, name: str, address: str) -> bool:
+def _matches(entry: str, name: str, ip: ipaddress.IPv4Address) -> bool:
     try:
-        return ipaddress.ip_address(address) in ipaddress.ip_network(entry, strict=False)
+        return ip in ipaddress.ip_network(entry, strict=False)
     except ValueError:  # not a CIDR, so a name
-        return fnmatch.fnmatchcase(name, entry) or fnmatch.fnmatchcase(name.partition(":")[0], entry)
-
-
-def _unfit(interface: InterfaceFacts, address: str) -> str:
-    """Why an address is not used unless cluster.interfaces names it; "" where it is fine."""
-
-    def named(patterns: Sequence[str]) -> bool:
-        return any(fnmatch.fnmatchcase(interface.name, pattern) for pattern in patterns)
-
-    if ipaddress.ip_address(address).is_loopback:
-        return "loopback"
-    if interface.tunnel or named(_TUNNEL_NAMES):
-        return "a VPN or tunnel; name it in cluster.interfaces to use it"
-    if not interface.physical and (interface.bridge or interface.port or named(_VIRTUAL_NAMES)):
-        return "a network of containers or virtual machines; name it in cluster.interfaces to use it"
-    return "no link" if interface.down else ""
+        return _fits(name, entry) or _fits(name.partition(":")[0], entry)
 
 
 # --- what this node is -----------------------------------------------------------------------------------

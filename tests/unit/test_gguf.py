@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import io
 import os
+import re
 import struct
 from collections.abc import Mapping, Sequence
 
@@ -15,9 +16,7 @@ from hypothesis import strategies as st
 from shardbox import (
     GGML_TYPES,
     MAX_ENTRIES,
-    MAX_KEPT_BYTES,
-    MAX_STRING_BYTES,
-    MAX_WALKED_STRINGS,
+    MAX_READ_BYTES,
     GgufError,
     GgufHeader,
     ModelShape,
@@ -115,8 +114,6 @@ def test_shape_of_whole_model_is_read(version: int, arch: str) -> None:
     header = read(data)
     shape = model_shape([header])
     one_layer = 64 * 64 // 32 * 18 + 64 * 4
-    assert header.version == version
-    assert header.lengths == {"tokenizer.ggml.tokens": 32}
     assert (shape.architecture, shape.layers, shape.width, shape.vocab) == (arch, 3, 64, 32)
     assert (shape.heads, shape.kv_heads, shape.key_width, shape.value_width) == (4, 2, 16, 16)
     assert (shape.ff_width, shape.context_train) == (128, 2048)
@@ -128,10 +125,13 @@ def test_shape_of_whole_model_is_read(version: int, arch: str) -> None:
     assert header.data_offset + sum(tensor.bytes for tensor in header.tensors) == len(data)
 
 
-def test_shape_without_output_tensor_is_tied() -> None:
+def test_shape_without_output_tensor_and_kv_heads_has_defaults() -> None:
     tensors = [tensor for tensor in llama_tensors() if tensor[0] != "output.weight"]
-    shape = shape_of(llama_metadata(), tensors)
+    metadata = llama_metadata()
+    del metadata["llama.attention.head_count_kv"]
+    shape = shape_of(metadata, tensors)
     assert shape.tied_output
+    assert shape.kv_heads == 4
     assert shape.output_bytes == 64 * 4
 
 
@@ -154,19 +154,6 @@ def test_shape_with_values_per_layer_takes_the_largest() -> None:
     assert (shape.kv_heads, shape.ff_width, shape.key_width, shape.value_width) == (4, 300, 48, 24)
 
 
-def test_shape_without_kv_heads_uses_all_heads() -> None:
-    metadata = llama_metadata()
-    del metadata["llama.attention.head_count_kv"]
-    assert shape_of(metadata, llama_tensors()).kv_heads == 4
-
-
-@pytest.mark.parametrize("kind", sorted(TYPE_NUMBERS))
-def test_every_tensor_type_is_read_with_its_size(kind: str) -> None:
-    header = read(write_gguf({}, [("t", (256, 3), kind)]))
-    assert header.tensors[0].type == kind
-    assert header.tensors[0].bytes == tensor_bytes((256, 3), kind)
-
-
 @pytest.mark.parametrize(
     ("kind", "bits"), [("Q4_K", 4.5), ("Q6_K", 6.5625), ("Q8_0", 8.5), ("IQ4_XS", 4.25), ("TQ1_0", 1.6875)]
 )
@@ -177,7 +164,6 @@ def test_bits_per_weight_are_the_published_ones(kind: str, bits: float) -> None:
 def test_long_arrays_are_skipped_and_short_ones_kept() -> None:
     header = read(write_gguf({"short": [1, 2, 3], "long": list(range(5000)), "after": 7}))
     assert header.metadata == {"short": (1, 2, 3), "after": 7}
-    assert header.lengths == {"short": 3, "long": 5000}
 
 
 def test_alignment_moves_the_data() -> None:
@@ -220,7 +206,7 @@ def test_shape_with_a_part_of_another_model_is_refused() -> None:
     with pytest.raises(GgufError, match="hold 8 tensors, 9 were announced"):
         model_shape([*headers[:2], read(other)])
     again = write_gguf({"split.no": 2, "split.count": 3}, llama_tensors()[3:])
-    with pytest.raises(GgufError, match="is in two parts"):
+    with pytest.raises(GgufError, match="is there twice"):
         model_shape([*headers[:2], read(again)])
 
 
@@ -253,11 +239,12 @@ def test_file_cut_anywhere_is_refused_with_its_size() -> None:
             read(data[:size])
         assert caught.value.where == "m.gguf"
         assert caught.value.hint
-        assert size < 4 or (caught.value.what.startswith("cut short") and str(size) in caught.value.what)
-    whole = read(data)
-    with pytest.raises(GgufError, match=f"header needs {len(data)} bytes, the file has {len(data) - 1}"):
+        assert size < 4 or re.fullmatch(
+            rf"cut short: it needs at least \d+ bytes, the file has {size}", caught.value.what
+        )
+    with pytest.raises(GgufError, match=f"needs at least {len(data)} bytes, the file has {len(data) - 1}"):
         read(data[:-1])
-    assert whole.tensors
+    assert read(data).tensors
 
 
 def test_file_that_shrinks_while_being_read_is_refused() -> None:
@@ -285,48 +272,37 @@ HOSTILE: dict[str, tuple[bytes, str]] = {
     "two bytes": (b"GG", "not a GGUF"),
     "version 1": (head(version=1), "version 1"),
     "version 4": (head(version=4), "version 4"),
-    "version 0": (head(version=0), "version 0"),
-    "big endian": (b"GGUF" + struct.pack(">IQQ", 3, 0, 0), "big-endian"),
+    "big endian": (b"GGUF" + struct.pack(">IQQ", 3, 0, 0), "version 50331648: only 2 and 3, little endian"),
     "many tensors": (head(tensors=MAX_ENTRIES + 1) + PAD, "claims 100001 tensors"),
     "2^63 tensors": (head(tensors=HUGE) + PAD, f"claims {HUGE} tensors"),
     "2^63 keys": (head(keys=HUGE) + PAD, f"claims {HUGE} keys"),
     "more tensors than bytes": (head(tensors=MAX_ENTRIES) + PAD, "cut short"),
-    "more keys than bytes": (head(keys=MAX_ENTRIES) + PAD, "cut short"),
-    "endless key": (head(keys=1) + struct.pack("<Q", HUGE) + PAD, f"string of {HUGE} bytes"),
-    "key over the limit": (head(keys=1) + struct.pack("<Q", MAX_STRING_BYTES + 1) + PAD, "string of 1048577"),
+    "endless key": (head(keys=1) + struct.pack("<Q", HUGE) + PAD, "cut short"),
     "key beyond the file": (head(keys=1) + struct.pack("<Q", 9999) + PAD, "cut short"),
     "unknown value type": (head(keys=1) + text("k") + struct.pack("<I", 13) + PAD, "value type 13"),
-    "unknown array type": (head(keys=1) + text("k") + struct.pack("<IIQ", 9, 77, 9) + PAD, "value type 77"),
     "unknown long array": (head(keys=1) + text("k") + struct.pack("<IIQ", 9, 77, 9999) + PAD, "type 77"),
-    "nested arrays": (head(keys=1) + text("k") + struct.pack("<IIQ", 9, 9, 2) + PAD, "array of arrays"),
+    "nested arrays": (head(keys=1) + text("k") + struct.pack("<IIQ", 9, 9, 2) + PAD, "value type 9"),
     "2^63 numbers": (head(keys=1) + text("k") + struct.pack("<IIQ", 9, 10, HUGE) + PAD, "cut short"),
     "2^63 strings": (head(keys=1) + text("k") + struct.pack("<IIQ", 9, 8, HUGE) + PAD, "cut short"),
     "string in array": (head(keys=1) + text("k") + struct.pack("<IIQQ", 9, 8, 1, HUGE) + PAD, "cut short"),
-    "same key": (head(keys=2) + (text("k") + encode(1)) * 2 + PAD, "'k' stands there twice"),
     "alignment 0": (write_gguf({"general.alignment": 0}) + PAD, "'general.alignment' is 0"),
     "alignment 24": (write_gguf({"general.alignment": 24}) + PAD, "'general.alignment' is 24"),
-    "alignment text": (write_gguf({"general.alignment": "32"}) + PAD, "must be a whole number, got '32'"),
-    "split text": (write_gguf({"split.count": "3"}) + PAD, "'split.count' must be a whole number"),
+    "alignment text": (write_gguf({"general.alignment": "32"}) + PAD, "'general.alignment' is '32'"),
     "five dimensions": (head(tensors=1) + one_tensor((1,) * 5) + PAD, "has 5 dimensions"),
-    "4 billion dimensions": (head(tensors=1) + text("t") + b"\xff" * 4 + PAD, "has 4294967295 dimensions"),
     "zero dimension": (head(tensors=1) + one_tensor((4, 0)) + PAD, "cannot have the shape 4 x 0"),
     "overflow": (head(tensors=1) + one_tensor((1 << 32, 1 << 32)) + PAD, "cannot have the shape"),
     "overflow to zero": (head(tensors=1) + one_tensor((1 << 63, 2)) + PAD, "cannot have the shape"),
     "half a block": (head(tensors=1) + one_tensor((33,), 2) + PAD, "type Q4_0 cannot have the shape 33"),
     "unknown type": (head(tensors=1) + one_tensor((4,), 4711) + PAD, "'t' has type 4711"),
     "type of a newer ggml": (head(tensors=1) + one_tensor((32,), 39) + PAD, r"type 39 \(MXFP4\)"),
-    "same tensor": (head(tensors=2) + one_tensor((4,)) + one_tensor((4,), offset=32) + PAD, "stands there twice"),
     "shared bytes": (head(tensors=2) + one_tensor((16,)) + one_tensor((4,), name="u") + PAD, "'u' cannot start"),
     "not aligned": (head(tensors=1) + one_tensor((4,), offset=8) + PAD, "cannot start at 8"),
-    "offset 2^63": (head(tensors=1) + one_tensor((4,), offset=1 << 63) + PAD, "cut short: the header needs 922"),
-    "large tensor": (head(tensors=1) + one_tensor((1 << 40,)) + PAD, "cut short: the header needs 439804"),
+    "offset 2^63": (head(tensors=1) + one_tensor((4,), offset=1 << 63) + PAD, "cut short: it needs at least 922"),
+    "large tensor": (head(tensors=1) + one_tensor((1 << 40,)) + PAD, "cut short: it needs at least 439804"),
     "git lfs": (b"version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 5\n", "Git LFS pointer"),
     "html": (b"\n<!DOCTYPE html><html><head>", "a web page"),
-    "json": (b'{"error":"Invalid credentials"}', "JSON text"),
+    "login answer": (b'{"error":"Invalid credentials"}', "an error message"),
     "safetensors": (struct.pack("<Q", 800) + b'{"__metadata__":{"format":"pt"}', "safetensors"),
-    "zip": (b"PK\x03\x04" + PAD, "zip archive"),
-    "gzip": (b"\x1f\x8b\x08" + PAD, "compressed archive"),
-    "old ggml": (b"tjgg\x03\0\0\0", "old GGML format"),
     "zeros": (PAD, "zeros only"),
     "noise": (b"\xde\xad\xbe\xef" * 4, "first bytes de ad be ef"),
 }
@@ -343,18 +319,14 @@ def test_hostile_header_is_refused_in_words(case: str) -> None:
 
 
 @pytest.mark.timeout(20)
-def test_too_much_text_is_refused_before_it_is_held() -> None:
-    big = "x" * (MAX_STRING_BYTES - 10)
-    count = MAX_KEPT_BYTES // len(big) + 2
+@pytest.mark.parametrize("many", ["long values", "token texts"])
+def test_header_with_too_much_to_read_is_refused_before_it_is_held(many: str) -> None:
+    if many == "long values":
+        data = write_gguf({f"key{number}": "x" * (1 << 20) for number in range(17)})
+    else:
+        count = MAX_READ_BYTES // 8
+        data = head(keys=1) + text("k") + struct.pack("<IIQ", 9, 8, count) + bytes(8 * count)
     with pytest.raises(GgufError, match="more than 16 MiB"):
-        read(write_gguf({f"key{number}": big for number in range(count)}))
-
-
-@pytest.mark.timeout(20)
-def test_too_many_strings_are_refused_before_they_are_walked() -> None:
-    count = MAX_WALKED_STRINGS + 1
-    data = head(keys=1) + text("k") + struct.pack("<IIQ", 9, 8, count) + bytes(8 * count)
-    with pytest.raises(GgufError, match="more than 2000000 strings"):
         read(data)
 
 
@@ -365,23 +337,34 @@ def test_too_many_strings_are_refused_before_they_are_walked() -> None:
         ({"general.architecture": 5}, "'general.architecture' is missing"),
         ({"llama.block_count": None}, "'llama.block_count' is missing"),
         ({"llama.embedding_length": None}, "'llama.embedding_length' is missing"),
-        ({"llama.context_length": None}, "'llama.context_length' is missing"),
-        ({"llama.attention.head_count": None}, "'llama.attention.head_count' is missing"),
-        ({"llama.feed_forward_length": None}, "'llama.feed_forward_length' is missing"),
-        ({"llama.block_count": True}, "must be a whole number, got 'True'"),
+        ({"llama.block_count": True}, "must be a whole number, got True"),
         ({"llama.block_count": 1.5}, "must be a whole number"),
-        ({"llama.attention.head_count_kv": []}, "got 'an empty array'"),
-        ({"llama.attention.head_count_kv": [-1, 2]}, "got '-1'"),
-        ({"llama.block_count": 4}, "layer 3 has no tensors"),
-        ({"llama.block_count": 2}, "beyond the 2 layers"),
+        ({"llama.attention.head_count_kv": []}, r"got \(\)"),
+        ({"llama.attention.head_count_kv": [-1, 2]}, r"got \(-1, 2\)"),
+        ({"split.count": "3"}, "'split.count' must be a whole number, got '3'"),
+        ({"llama.block_count": 0}, "0 layers are announced, there are tensors of 3"),
+        ({"llama.block_count": 4}, "4 layers are announced, there are tensors of 3, up to 2"),
+        ({"llama.block_count": 2}, "2 layers are announced, there are tensors of 3, up to 2"),
         ({"llama.block_count": 0xFFFFFFFF}, "must be a whole number"),
-        ({"llama.block_count": 0x7FFFFFFF}, "2147483647 layers are announced, there are 9 tensors"),
+        ({"llama.block_count": 0x7FFFFFFF}, "2147483647 layers are announced"),
     ],
 )
 def test_shape_of_incomplete_metadata_names_the_key(change: Mapping[str, Value | None], words: str) -> None:
     metadata = {key: value for key, value in (llama_metadata() | dict(change)).items() if value is not None}
     with pytest.raises(GgufError, match=words):
         shape_of(metadata, llama_tensors())
+
+
+def test_shape_with_a_tensor_twice_or_a_layer_without_number_is_refused() -> None:
+    with pytest.raises(GgufError, match=r"'output\.weight' is there twice"):
+        shape_of(llama_metadata(), [*llama_tensors(), llama_tensors()[-1]])
+    moved = [(name.replace("blk.1.", "blk.7."), dims, kind) for name, dims, kind in llama_tensors()]
+    with pytest.raises(GgufError, match="tensors of 3, up to 7"):
+        shape_of(llama_metadata(), moved)
+
+
+def test_shape_of_merged_model_with_split_count_0_is_whole() -> None:
+    assert shape_of(llama_metadata() | {"split.count": 0}, llama_tensors()).layers == 3
 
 
 def test_shape_without_embedding_is_refused() -> None:
