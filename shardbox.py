@@ -1575,8 +1575,10 @@ def rehearsed_shape(rehearse: RehearseConfig, name: str) -> ModelShape:
     )
 
 
-def node_room(config: Config, facts: NodeFacts, taken: int, models: int) -> Room:
-    """What this node may spend. The rehearsal holds no weights, so there a cap counts as given."""
+def node_room(config: Config, facts: NodeFacts, taken: int, sharers: int) -> Room:
+    """What this node may spend. The rehearsal holds no weights, so there a cap counts as given.
+
+    `sharers`: how many engines divide this box's cores; one that waits for its ring spins, so they must not overlap."""
     node = config.node(facts.name)
     measured = facts.memory.available_bytes + facts.own_bytes
     cap = node.memory_bytes
@@ -1593,7 +1595,7 @@ def node_room(config: Config, facts: NodeFacts, taken: int, models: int) -> Room
     ram = max(0, int(ram * (1 - HEADROOM)) - taken)
     if taken:
         note += f", {format_size(taken)} of it for other models"
-    threads = node.engine.threads or max(1, facts.cores // max(1, models))
+    threads = node.engine.threads or max(1, facts.cores // max(1, sharers))
     return Room(node=facts.name, ram_bytes=ram, gpu_bytes=gpu, note=note, cores=threads)
 
 
@@ -1661,7 +1663,8 @@ def plan_model(
         if problem:
             left_out[node.name] = problem
         else:
-            rooms.append(node_room(config, node, (taken or {}).get(node.name, 0), wanted))
+            sharers = wanted * sum(other.machine == node.machine for other in facts)
+            rooms.append(node_room(config, node, (taken or {}).get(node.name, 0), sharers))
     rooms.sort(key=lambda room: (-room.total_bytes, room.node))
     leaders = [room for room in rooms if not _binary_problem(_facts_of(facts, room.node), "leader")]
     if model.leader:
@@ -2839,6 +2842,7 @@ class Surveyor:
         self._isolation = isolation_problem()
         self._checked = 0.0
         self._slow: dict[str, Any] = {}
+        self._known: dict[str, tuple[Any, Any]] = {}  # probe -> what its files looked like, and what it said
         self._available = 0
         self._progress: dict[str, int] = {}
         self._roots: dict[str, tuple[str, str]] = {}  # model -> (content hash, problem)
@@ -2874,20 +2878,35 @@ class Surveyor:
         )
 
     def _look(self) -> dict[str, Any]:
-        node, folder = self._config.node(self._name), self._config.folder
+        node = self._config.node(self._name)
         addresses, _ = local_addresses(self._config.cluster.interfaces)
-        binaries: tuple[BinaryFacts, ...] = ()
-        if self._config.engine.kind == "prima":
-            folders = [os.path.join(folder, path) for path in node.engine.path]
-            lib = os.path.join(folder, node.engine.lib) if node.engine.lib else ""
-            env = engine_environment(os.environ, node.engine, {})
-            binaries = tuple(probe_binary(role, folders, lib=lib, env=env, cache=self._cache) for role in ENGINE_ROLES)
-        models = tuple(
-            probe_model(model.name, model.path, folder=folder, dirs=node.model_dirs) for model in self._config.models
-        )
+        roles = ENGINE_ROLES if self._config.engine.kind == "prima" else ()
+        models = tuple(self._model(model, node) for model in self._config.models)
         gpus, note = ((), "") if node.gpu_memory_bytes == 0 else probe_gpus()
         self._start_hashing(models)
+        binaries = tuple(self._binary(role, node.engine) for role in roles)
         return {"addresses": addresses, "binaries": binaries, "models": models, "gpus": gpus, "gpu_note": note}
+
+    def _binary(self, role: str, engine: EngineConfig) -> BinaryFacts:
+        folders = [os.path.join(self._config.folder, path) for path in engine.path]
+        lib = os.path.join(self._config.folder, engine.lib) if engine.lib else ""
+        env = engine_environment(os.environ, engine, {})
+        paths = [os.path.join(folder, ROLE_BINARIES[role]) for folder in folders]
+        probe = functools.partial(probe_binary, role, folders, lib=lib, env=env, cache=self._cache)
+        return self._unless_changed(role, paths, probe)
+
+    def _model(self, model: ModelConfig, node: NodeConfig) -> ModelFacts:
+        path = find_model(model.path, folder=self._config.folder, dirs=node.model_dirs)
+        probe = functools.partial(probe_model, model.name, model.path, folder=self._config.folder, dirs=node.model_dirs)
+        return self._unless_changed(f"model {model.name}", part_paths(path), probe)
+
+    def _unless_changed(self, key: str, paths: Sequence[str], probe: Callable[[], T]) -> T:
+        """What the probe said when these files last changed."""
+        signature = tuple(file_signature(path) for path in paths)
+        known = self._known.get(key)
+        if known is None or known[0] != signature:
+            known = self._known[key] = (signature, probe())
+        return typing.cast(T, known[1])
 
     def _with_root(self, copy: ModelFacts) -> ModelFacts:
         root, problem = self._roots.get(copy.path, ("", ""))
@@ -2931,6 +2950,15 @@ class Surveyor:
 
 
 ENGINE_ROLES = ("leader", "worker")
+
+
+def file_signature(path: str) -> tuple[str, int, int, int]:
+    """Changes when the file does; zeros where there is none."""
+    try:
+        found = os.stat(path)
+    except OSError:
+        return path, 0, 0, 0
+    return path, found.st_size, found.st_mtime_ns, found.st_ino
 
 
 def part_paths(path: str) -> tuple[str, ...]:
@@ -5952,7 +5980,7 @@ class RankHost:
             extra["SHARDBOX_REHEARSE"] = json.dumps(
                 {"layers": shape.layers, "width": shape.width, "vocab": shape.vocab, "name": run.plan.model}
             )
-            argv = [*self_command(), "rehearse", ENGINE_NAMES[run.wiring.role]]
+            argv = [*self_command(), "rehearse", ROLE_BINARIES[run.wiring.role]]
         else:
             argv = [self._facts().binary(run.wiring.role).path]
         lib = os.path.join(self._config.folder, node.engine.lib) if node.engine.lib else ""
@@ -6165,9 +6193,6 @@ class RankHost:
             write_atomic(os.path.join(self._folder, "engines.json"), json.dumps(running).encode())
         except OSError as error:
             log.warning("cannot record running engines: %s", error)
-
-
-ENGINE_NAMES = {"leader": "llama-server", "worker": "llama-cli"}
 
 
 class Rings:
@@ -8042,7 +8067,8 @@ def run_up(config: Config, name: str, *, demo: bool = False) -> int:
     os.makedirs(os.path.join(folder, "logs"), mode=0o700, exist_ok=True)
     with one_node_only(folder, name):
         stop_leftovers(folder)
-        spawner = Spawner.start()  # before any thread
+        isolation_problem()  # tried once in a child, before any thread
+        spawner = Spawner.start()  # likewise
         sys.setswitchinterval(1e-4)  # the wires' threads must not wait for the event loop's (mesh measurements)
         try:
             asyncio.run(_run_node(config, name, folder, secret, spawner, demo))
@@ -8207,7 +8233,7 @@ def check_box(config: Config, facts: NodeFacts, running: bool) -> list[Finding]:
     """This box alone: binaries, models, memory, ports, isolation, addresses."""
     found = [Finding(level="ok", what=f"{config.file} is well-formed (hash {config.hash})")]
     for binary in facts.binaries:
-        line = f"{binary.role} binary {binary.path or ENGINE_NAMES[binary.role]}: "
+        line = f"{binary.role} binary {binary.path or ROLE_BINARIES[binary.role]}: "
         found.append(
             Finding(
                 level="fail" if binary.problem else "ok",
