@@ -1665,7 +1665,7 @@ def plan_model(
         else:
             sharers = wanted * sum(other.machine == node.machine for other in facts)
             rooms.append(node_room(config, node, (taken or {}).get(node.name, 0), sharers))
-    rooms.sort(key=lambda room: (-room.total_bytes, room.node))
+    rooms.sort(key=lambda room: (-coarse(room.total_bytes), room.node))
     leaders = [room for room in rooms if not _binary_problem(_facts_of(facts, room.node), "leader")]
     if model.leader:
         leaders = [room for room in leaders if room.node == model.leader]
@@ -1696,6 +1696,12 @@ def plan_model(
         left_out=left_out,
         ranks=draft.ranks(ring, _workers_only(facts, ring)),
     )
+
+
+def coarse(count: int) -> int:
+    """The number to four binary digits: two views of a node's memory that differ by a little order it alike."""
+    shift = max(0, count.bit_length() - 4)
+    return count >> shift << shift
 
 
 def _facts_of(facts: Sequence[NodeFacts], name: str) -> NodeFacts:
@@ -2067,7 +2073,7 @@ class Ring:
 class Event:
     """Something that happened to a ring. `generation` fences those that come late; "" fits every one."""
 
-    kind: str  # tick | plan | want | unwant | granted | refused | loaded | answered | trouble | stopped
+    kind: str  # tick | plan | want | unwant | yield | granted | refused | loaded | answered | trouble | stopped
     generation: str = ""
     reason: str = ""
     plan: ModelPlan | None = None
@@ -2155,16 +2161,11 @@ def _on_trouble(ring: Ring, event: Event, now: float) -> _Step:
         return ring, ()
     steady = ring.phase == Phase.SERVING and now - ring.served_since >= STEADY_S
     restarts = ring.restarts + ((now,) if ring.phase == Phase.SERVING else ())
-    ring = _move(
-        ring,
-        now,
-        Phase.STOPPING,
-        deadline=0.0,
-        reason=event.reason,
-        last_trouble=event.reason,
-        failures=1 if steady else ring.failures + 1,
-        restarts=restarts,
-    )
+    failures = 1 if steady else ring.failures + 1
+    if ring.phase == Phase.PREPARING:  # nothing was started: asked again, but never given up
+        failures = min(failures, QUICK_FAILURES - 1)
+    changes = {"last_trouble": event.reason, "failures": failures, "restarts": restarts}
+    ring = _move(ring, now, Phase.STOPPING, deadline=0.0, reason=event.reason, **changes)
     return ring, _effect(ring, "teardown", reason=event.reason)
 
 
@@ -2189,6 +2190,14 @@ def _on_want(ring: Ring, event: Event, now: float) -> _Step:
     if ring.phase in (Phase.STOPPED, Phase.FAILED, Phase.BACKOFF):
         ring = _move(ring, now, Phase.WAITING, failures=0, deadline=0.0, reason="starting")
     return ring, ()
+
+
+def _on_yield(ring: Ring, event: Event, now: float) -> _Step:
+    """Another node leads this model too, and goes before this one: no failure, just one ring too many."""
+    if ring.phase not in Phase.ACTIVE:
+        return ring, ()
+    ring = _move(ring, now, Phase.STOPPING, deadline=0.0, reason=event.reason, failures=0)
+    return ring, _effect(ring, "teardown", reason=event.reason)
 
 
 def _on_unwant(ring: Ring, event: Event, now: float) -> _Step:
@@ -2229,6 +2238,7 @@ _STEPS = {
     "stopped": _on_stopped,
     "want": _on_want,
     "unwant": _on_unwant,
+    "yield": _on_yield,
     "tick": _on_tick,
 }
 
@@ -5832,6 +5842,7 @@ class RankHost:
     ) -> None:
         self.runs: dict[str, RankRun] = {}
         self.exits: collections.deque[str] = collections.deque(maxlen=8)
+        self._claims: dict[str, Lease] = {}  # which proposer may form a ring now, by model
         self._config = config
         self._name = name
         self._folder = folder
@@ -5854,26 +5865,25 @@ class RankHost:
 
         `expect`: what the leader has."""
         model = self._config.model(plan.model)
-        mine = plan.rank_of(self._name)
-        if model is None or mine is None:
-            raise PlanError(
-                "not in this node's configuration" if model is None else "this node has no rank in it",
-                where=f"model {plan.model}",
-                hint="put the same shardbox.toml on every box",
-            )
+        if model is None:
+            hint = "put the same shardbox.toml on every box"
+            raise PlanError(f"not in the configuration of {self._name}", where=f"model {plan.model}", hint=hint)
         if sum(rank.window for rank in plan.ranks) != plan.layers or plan.leader != proposer:
             raise PlanError("the proposed plan contradicts itself", where=f"model {plan.model}")
-        held = self.runs.get(plan.model)
+        claim = self._claims.get(plan.model)
+        lend = functools.partial(
+            grant, model=plan.model, proposer=proposer, generation=generation, now=time.monotonic()
+        )
+        self._claims[plan.model] = lend(claim if claim and claim.proposer != proposer else None)
+        mine, held = plan.rank_of(self._name), self.runs.get(plan.model)
+        if mine is None:  # a consent: nobody else will be granted this model while the ring forms
+            if held and held.phase != "stopping" and held.lease.proposer != proposer:
+                raise PlanError(f"{self._name} is in a ring of {held.lease.proposer}", where=f"model {plan.model}")
+            return
         if held and held.lease.proposer == proposer and held.lease.generation != generation:
             await self.release(plan.model, held.lease.generation, orderly=False)
             held = None
-        lease = grant(
-            held.lease if held else None,
-            model=plan.model,
-            proposer=proposer,
-            generation=generation,
-            now=time.monotonic(),
-        )
+        lease = lend(held.lease if held else None)
         if held and held.lease.generation == generation:
             held.lease = lease
             return
@@ -6195,6 +6205,13 @@ class RankHost:
             log.warning("cannot record running engines: %s", error)
 
 
+async def gather_all(actions: Iterable[Awaitable[None]]) -> None:
+    """All at once; raises the first failure, after every one has ended."""
+    for result in await asyncio.gather(*actions, return_exceptions=True):
+        if isinstance(result, BaseException):
+            raise result
+
+
 class Rings:
     """The rings that this node leads or would lead. Turns effects into calls, and what comes of them into events."""
 
@@ -6205,6 +6222,7 @@ class Rings:
         name: str,
         host: RankHost,
         facts: Callable[[], NodeFacts],
+        others: Callable[[], list[str]],
         call: Callable[..., Awaitable[Any]],
         on_change: Callable[[Ring], None],
     ) -> None:
@@ -6227,6 +6245,7 @@ class Rings:
         self._name = name
         self._host = host
         self._facts = facts
+        self._others = others
         self._call = call
         self._on_change = on_change
         self._tasks: dict[str, set[asyncio.Task[None]]] = {}
@@ -6266,27 +6285,25 @@ class Rings:
             log.exception("model %s: bug in %s", model, effect.kind)
             self.post(model, Event(kind="trouble", generation=effect.generation, reason=f"bug: {error!r}"))
 
-    async def _each(self, effect: Effect, action: Callable[[RankPlan], Awaitable[None]]) -> None:
-        """The action on every rank at once. Raises the first failure, after all have answered."""
-        results = await asyncio.gather(*(action(rank) for rank in effect.plan.ranks), return_exceptions=True)
-        for result in results:
-            if isinstance(result, BaseException):
-                raise result
-
     async def _prepare(self, model: str, effect: Effect) -> None:
         expect = Expected()
         if self._config.engine.kind != "rehearsal":
             facts = self._facts()
             expect = Expected(root=facts.model(model).root, commit=facts.binary("leader").commit)
 
-        async def ask(rank: RankPlan) -> None:
-            if rank.node == self._name:
-                await self._host.prepare(effect.plan, effect.generation, self._name, expect)
-                return
-            body = {"plan": to_json(effect.plan), "generation": effect.generation, "expect": to_json(expect)}
-            await self._call(rank.node, "POST", "/peer/prepare", body, PREPARE_TIMEOUT_S)
+        await self._host.prepare(effect.plan, effect.generation, self._name, expect)
+        body = {"plan": to_json(effect.plan), "generation": effect.generation, "expect": to_json(expect)}
 
-        await self._each(effect, ask)
+        async def ask(node: str) -> None:
+            try:
+                await self._call(node, "POST", "/peer/prepare", body, PREPARE_TIMEOUT_S)
+            except MeshError as error:
+                if effect.plan.rank_of(node) or error.kind == "refused":
+                    raise
+                log.info("model %s: %s has no rank and cannot be asked (%s)", model, node, error.what)
+
+        asked = {*self._others(), *(rank.node for rank in effect.plan.ranks)} - {self._name}
+        await gather_all(ask(node) for node in sorted(asked))
         self.post(model, Event(kind="granted", generation=effect.generation))
 
     async def _launch(self, model: str, effect: Effect) -> None:
@@ -6299,7 +6316,7 @@ class Rings:
             await self._call(rank.node, "POST", "/peer/launch", body, PREPARE_TIMEOUT_S)
 
         self._spawn_watch(model, effect)
-        await self._each(effect, ask)
+        await gather_all(ask(rank) for rank in effect.plan.ranks)
         run = self._host.get(model, effect.generation)
         assert run.session is not None
         while True:
@@ -6471,6 +6488,12 @@ def mesh_hint(kind: str, port: int) -> str:
     }.get(kind, "see that node's log")
 
 
+def precedence(view: ModelView) -> tuple[bool, int, str]:
+    """Of two rings for one model, which a partition can bring about, the lower stays: the one that serves, then the
+    one with more ranks, then by the leader's name."""
+    return view.phase != Phase.SERVING, -view.world, view.leader
+
+
 class Node:
     """One `shardbox up`: everything that this box does, in one event loop and the mesh's threads."""
 
@@ -6515,6 +6538,7 @@ class Node:
             name=name,
             host=self.host,
             facts=lambda: self.facts,
+            others=lambda: [peer.name for peer in self.peers.live()],
             call=self.peers.call,
             on_change=self._tell_news,
         )
@@ -6687,6 +6711,9 @@ class Node:
         now = time.monotonic()
         for name, ring in self.rings.rings.items():
             self.rings.post(name, Event(kind="tick", reason=self.rings.lagging(name)))
+            rival = self.led_elsewhere(name) if ring.phase in Phase.ACTIVE else None
+            if rival and rival.phase in Phase.ACTIVE and precedence(rival) < precedence(self.model_view(name)):
+                self.rings.post(name, Event(kind="yield", reason=f"{rival.leader} leads it too, and goes first"))
             if ring.phase == Phase.WAITING and ring.wanted:
                 plan, reason = self._candidate(name, now)
                 self.rings.post(name, Event(kind="plan", plan=plan, reason=reason, token=secrets.token_hex(8)))
