@@ -74,7 +74,7 @@ from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from io import BufferedReader
-from typing import TYPE_CHECKING, Any, BinaryIO, NamedTuple, NoReturn, TypeVar
+from typing import TYPE_CHECKING, Any, BinaryIO, NamedTuple, TypeVar
 
 import aiohttp
 from aiohttp import web
@@ -4668,9 +4668,7 @@ def _enter_own_network() -> None:
     except PermissionError:
         _libc("unshare", CLONE_NEWUSER | CLONE_NEWNET)
         for name, text in ("setgroups", "deny"), ("uid_map", f"{uid} {uid} 1"), ("gid_map", f"{gid} {gid} 1"):
-            with open(
-                f"/proc/self/{name}", "wb"
-            ) as file:  # as text it would look for a codec, maybe out of reach by now
+            with open(f"/proc/self/{name}", "wb") as file:  # as text it would look for a codec's file
                 file.write(text.encode())
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
         fcntl.ioctl(any_socket, SIOCSIFFLAGS, struct.pack("16sh14x", b"lo", IFF_UP | IFF_RUNNING))
@@ -4681,14 +4679,14 @@ def isolation_problem() -> str:
     """Empty when an isolated engine can be had here, else why not, and what to do. Tried once, in a fork: ask early."""
     if sys.platform != "linux":
         return "isolation needs Linux: set engine.isolate, and keep the engine's ports behind a firewall"
-
     if not (child := os.fork()):
         try:
             _enter_own_network()
+            os._exit(0)
         except OSError as problem:
             os._exit(problem.errno or 1)
         finally:
-            os._exit(0)
+            os._exit(1)
     if not (number := os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])):
         return ""
     for switch, closed, opened in (
@@ -4802,10 +4800,8 @@ class Spawner:
                     socket.send_fds(self._channel, [b"+"], [far.fileno()])
                 _send(near, {"args": list(argv), "env": dict(env), "cwd": cwd, "isolate": isolate})
                 (failure, number, pids), fds = _receive(near)
-            except OSError as problem:
-                raise EngineError(
-                    f"no spawner: {problem}", where=argv[0], hint="out of memory or processes?"
-                ) from problem
+            except OSError as why:
+                raise EngineError(f"no spawner: {why}", where=argv[0], hint="out of memory or processes?") from why
             if failure:
                 raise EngineError(failure, where=argv[0], hint=LAUNCH_HINTS.get(number, ""))
             for fd in fds:
@@ -4895,7 +4891,7 @@ class EngineProcess:
                     with contextlib.suppress(FileNotFoundError):
                         sockets.add(os.readlink(f"/proc/{pid}/fd/{fd}"))
         for name in ("tcp", "tcp6"):  # 0A: LISTEN
-            with contextlib.suppress(OSError), open(f"/proc/{self.pid}/net/{name}", encoding="ascii") as table:
+            with contextlib.suppress(OSError), open(f"/proc/{self.pid}/net/{name}", encoding="utf-8") as table:
                 rows += re.findall(r"^ *\d+: \w+:(\w{4}) \S+ 0A (?:\S+ +){5}(\d+)", table.read(), re.MULTILINE)
         return frozenset(int(port, 16) for port, inode in rows if f"socket:[{inode}]" in sockets)
 
