@@ -74,7 +74,7 @@ from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from io import BufferedReader
-from typing import TYPE_CHECKING, Any, BinaryIO, NamedTuple, NoReturn, TypeVar
+from typing import TYPE_CHECKING, Any, BinaryIO, NamedTuple, TypeVar
 
 import aiohttp
 from aiohttp import web
@@ -2934,25 +2934,27 @@ class Surveyor:
 
     def _hash(self, models: Sequence[ModelFacts]) -> None:
         for copy in models:
-            done = 0
-            hashes: list[tuple[int, Sequence[str]]] = []
             try:
-                for part in part_paths(copy.path):
-
-                    def note(count: int, before: int = done) -> None:
-                        self._progress[copy.path] = before + count
-
-                    hashes.append(
-                        (os.path.getsize(part), self._cache.file_hashes(part, progress=note, stop=self._stop.is_set))
-                    )
-                    done += os.path.getsize(part)
-                self._roots[copy.path] = (root_hash(hashes), "")
+                self._roots[copy.path] = (self._content(copy.path), "")
             except ShardboxError as error:
                 self._roots[copy.path] = ("", error.what)
             except OSError as error:
                 self._roots[copy.path] = ("", f"cannot be read: {error.strerror}")
             if self._stop.is_set():
                 return
+
+    def _content(self, path: str) -> str:
+        """The content hash over all parts; the progress counts on from part to part."""
+        hashes: list[tuple[int, Sequence[str]]] = []
+        for part in part_paths(path):
+            before = sum(size for size, _ in hashes)
+
+            def note(count: int, before: int = before) -> None:
+                self._progress[path] = before + count
+
+            chunks = self._cache.file_hashes(part, progress=note, stop=self._stop.is_set)
+            hashes.append((os.path.getsize(part), chunks))
+        return root_hash(hashes)
 
     def close(self) -> None:
         """Stop reading; what is finished stays cached."""
@@ -4226,16 +4228,29 @@ class Wire:
             link.join(deadline)
 
 
+# ======================================================================================================
+# 11. Engines: how they are spawned, closed in, watched and logged; then the rehearsal engine.
+# ======================================================================================================
+# node -> spawner -> one keeper an engine -> engine. Spawner and keepers are single-threaded forks of the node; a keeper
+# lives in its engine's network and makes the node's sockets there. When the node is killed, they see their channels end
+# and kill what is below them; a killed spawner ends the keepers' lifeline, a pipe, with the same effect; of a killed
+# keeper the kernel kills the engine and the spawner what that has forked. On Linux orphans fall to the nearest "child
+# subreaper", so neither setsid nor a double fork gets away; elsewhere only the engine's process group is killed.
+
 OWN_FDS = "/proc/self/fd" if sys.platform == "linux" else "/dev/fd"
 CLONE_NEWUSER, CLONE_NEWNET = 0x10000000, 0x40000000
 PR_SET_PDEATHSIG, PR_SET_NAME, PR_SET_CHILD_SUBREAPER = 1, 15, 36
 SIOCSIFFLAGS, IFF_UP, IFF_RUNNING = 0x8914, 0x1, 0x40
-NODE_ENDS = 3  # what a keeper is given: channel, output, report
-PARENT_GONE = signal.SIGUSR1  # to a helper: kill what you hold, and end
 LAUNCH_S = 60.0  # from the request to the engine's exec; a slow stick or a swapping box needs seconds
 ANSWER_S = 30.0  # a keeper's answer to anything else
-KILL_S = 5.0  # how long a helper waits for what it has sent SIGKILL; then a process hangs in the kernel
-CLOSE_S = 10.0  # how long close() waits for a helper before it is killed too: more than KILL_S
+CLOSE_S = 10.0  # the wait for the end of what was told to end, or killed; longer, and it hangs in the kernel
+LOG_CLOSE_S = 2.0  # how long the log waits for the end of the output, which somebody may hold open
+LOG_BYTES = 64 * KIB  # of output read at once, and kept in memory
+LAUNCH_HINTS = {
+    errno.ENOENT: "if the file is there, the loader or interpreter that it asks for is not (`file` names it)",
+    errno.EACCES: "`chmod +x` it, and see that its disk is not mounted noexec",
+    errno.ENOEXEC: "it is not a program for this machine: compare `file` with `uname -m`",
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -4244,114 +4259,38 @@ class Usage:
 
     cpu_s: float = 0.0
     read_bytes: int = 0  # from storage, so also pages of a mapped model
-    rss_bytes: int = 0
+    rss_bytes: int = 0  # for display
+    anon_bytes: int = 0  # resident without pages of files: those of a mapped model count as available memory anyway
 
 
-# Messages between the processes: length, JSON and descriptors over a stream (macOS has no SOCK_SEQPACKET).
+def _send(channel: socket.socket, message: object, fds: Sequence[int] = ()) -> None:
+    """Between node and keeper: a line of JSON, with descriptors at its start. Every message waits for its answer."""
+    line = json.dumps(message).encode() + b"\n"
+    channel.sendall(line[socket.send_fds(channel, [line], fds) :])
 
 
-def _send(channel: socket.socket, message: Mapping[str, Any], fds: Sequence[int] = ()) -> None:
-    body = json.dumps(message).encode()
-    socket.send_fds(channel, [len(body).to_bytes(4, "big")], fds)
-    channel.sendall(body)
-
-
-def _receive(channel: socket.socket, most_fds: int = 1) -> tuple[dict[str, Any], list[int]] | None:
-    """The next message and its descriptors (close-on-exec), or None when the other side has ended."""
-    head, fds, _, _ = socket.recv_fds(channel, 4, most_fds, getattr(socket, "MSG_CMSG_CLOEXEC", 0))
+def _receive(channel: socket.socket) -> tuple[Any, list[int]]:
+    """Message and descriptors. Raises OSError: EMFILE when there was no room for them, others at the channel's end."""
+    line, fds, flags, _ = socket.recv_fds(channel, 1 << 16, 2)
     for fd in fds:
         os.set_inheritable(fd, False)
-    wanted, body = int.from_bytes(head, "big"), bytearray()
-    while len(body) < wanted and (part := channel.recv(wanted - len(body))):
-        body += part
-    if body and len(body) == wanted:
-        return json.loads(body), fds
+    while not line.endswith(b"\n") and (more := channel.recv(1 << 16)):
+        line += more
+    if line.endswith(b"\n") and not flags & socket.MSG_CTRUNC:
+        return json.loads(line), fds
     for fd in fds:
         os.close(fd)
-    return None
+    number = errno.EMFILE if flags & socket.MSG_CTRUNC else errno.ECONNRESET
+    raise OSError(number, os.strerror(number))
 
 
-# Isolation.
-
-
-def _libc(name: str, *args: int | bytes) -> None:
-    """Call `prctl` or `unshare` (os.unshare came with Python 3.12). Raises OSError."""
-    words = [ctypes.c_char_p(a) if isinstance(a, bytes) else ctypes.c_ulong(a) for a in args]
-    if getattr(ctypes.CDLL(None, use_errno=True), name)(*words):
-        raise OSError(ctypes.get_errno(), f"{name}: {os.strerror(ctypes.get_errno())}")
-
-
-def _enter_own_network() -> None:
-    """Put this process into a network of its own with `lo` up. Linux. Raises OSError.
-
-    Without the right to do so it takes a user namespace along, in which it is still the same user and group;
-    the kernel keeps the supplementary groups (devices!). Clears the parent-death signal: set it afterwards.
-    """
-    uid, gid = os.geteuid(), os.getegid()
-    same = {"setgroups": "deny", "uid_map": f"{uid} {uid} 1", "gid_map": f"{gid} {gid} 1"}
-    try:
-        _libc("unshare", CLONE_NEWNET)
-    except PermissionError:
-        _libc("unshare", CLONE_NEWUSER | CLONE_NEWNET)
-        for name, text in same.items():
-            with open(f"/proc/self/{name}", "w", encoding="ascii") as file:
-                file.write(text)
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
-        fcntl.ioctl(any_socket, SIOCSIFFLAGS, struct.pack("16sh14x", b"lo", IFF_UP | IFF_RUNNING))
-
-
-def _why_not_isolated(problem: OSError) -> str:
-    """One sentence with the reason and what to do."""
-    switches = (
-        ("kernel.apparmor_restrict_unprivileged_userns", "1", "0", "AppArmor reserves user namespaces for root"),
-        ("kernel.unprivileged_userns_clone", "0", "1", "this kernel reserves user namespaces for root"),
-        ("user.max_user_namespaces", "0", "10000", "user namespaces are switched off"),
-        ("user.max_net_namespaces", "0", "10000", "network namespaces are switched off"),
-    )
-    for name, value, wanted, reason in switches:
-        found = _read_text(f"/proc/sys/{name.replace('.', '/')}").strip() == value
-        if found and name == "user.max_net_namespaces":  # the one that holds for root too
-            return f"{reason}: as root run `sysctl -w {name}={wanted}`"
-        if found and os.geteuid():
-            return f"{reason}: as root run `sysctl -w {name}={wanted}`, or run shardbox as root"
-    if re.search(r"^Seccomp:\s*2", _read_text("/proc/self/status"), re.MULTILINE):
-        return (
-            "a seccomp filter forbids namespaces (usual in a container; with systemd RestrictNamespaces=): "
-            "give the container CAP_SYS_ADMIN, or leave isolation to the container and set engine.isolate"
-        )
-    return f"the kernel refuses a network namespace ({problem.strerror}): run as root, or set engine.isolate"
-
-
-@functools.cache
-def isolation_problem() -> str:
-    """Empty when an isolated engine can be had here, else one sentence: the reason and what to do.
-
-    Tried for real, once. It forks: call it first before any thread exists; later calls repeat the answer.
-    """
-    if sys.platform != "linux":
-        return "isolation needs Linux: set engine.isolate, and keep the engine's ports behind a firewall"
-    inward, outward = os.pipe()
-    if not (child := os.fork()):
-        try:
-            _enter_own_network()
-        except OSError as problem:
-            os.write(outward, _why_not_isolated(problem).encode())
-        finally:
-            os._exit(0)
-    os.close(outward)
-    with os.fdopen(inward, encoding="utf-8") as answer:
-        text = answer.read()
-    os.waitpid(child, 0)
-    return text
-
-
-# Helper processes. Single-threaded, and they never return into the code that forked them.
+def _stat(pid: int) -> list[str]:
+    """/proc/PID/stat from its third field on: state, ppid, ... (the name before is free text). [] if gone."""
+    return _read_text(f"/proc/{pid}/stat").rpartition(")")[2].split()
 
 
 def _children(pid: int) -> list[int]:
     """Direct children, dead ones too. Linux; nothing elsewhere."""
-    if sys.platform != "linux":
-        return []
     try:
         threads = os.listdir(f"/proc/{pid}/task")
         if os.path.exists(f"/proc/{pid}/task/{pid}/children"):  # CONFIG_PROC_CHILDREN
@@ -4361,94 +4300,38 @@ def _children(pid: int) -> list[int]:
         return []
 
 
-def _family(pid: int) -> Iterator[int]:
+def _family(pid: int) -> list[int]:
     """The process and everything below it."""
-    yield pid
-    for child in _children(pid):
-        yield from _family(child)
+    return [pid, *(below for child in _children(pid) for below in _family(child))]
 
 
-def _stat(pid: int) -> list[str]:
-    """/proc/PID/stat from its third field on: state, ppid, ... (the name before is free text). [] if gone."""
-    return _read_text(f"/proc/{pid}/stat").rpartition(")")[2].split()
-
-
-class _Helper:
-    """What spawner and keeper share: own descriptors, deaf to the terminal, woken by SIGCHLD and PARENT_GONE.
-
-    Those two are blocked until it is made: neither is lost, nor told to the process this one was forked from.
-    """
-
-    def __init__(self, name: str, keep: Iterable[int]) -> None:
-        gc.disable()  # a collected file object of the parent's would close a number that is ours by then
-        self.stop = False
-        null = os.open(os.devnull, os.O_RDWR)
-        for fd in (0, 1):
-            os.dup2(null, fd)
-        for fd in {int(n) for n in os.listdir(OWN_FDS)} - {0, 1, 2, *keep}:
-            with contextlib.suppress(OSError):
-                os.close(fd)
-        self._woken, wake = os.pipe()
-        for fd in (self._woken, wake):
-            os.set_blocking(fd, False)
-        for ignored in ("SIGINT", "SIGTERM", "SIGHUP", "SIGQUIT", "SIGPIPE", "SIGUSR2"):
-            signal.signal(signal.Signals[ignored], signal.SIG_IGN)
-        signal.set_wakeup_fd(wake, warn_on_full_buffer=False)
-        signal.signal(PARENT_GONE, self._on_parent_gone)
-        signal.signal(signal.SIGCHLD, lambda *_: None)
-        signal.pthread_sigmask(signal.SIG_SETMASK, ())
-        if sys.platform == "linux":
-            _libc("prctl", PR_SET_NAME, name.encode())
-            _libc("prctl", PR_SET_CHILD_SUBREAPER, 1)
-
-    def _on_parent_gone(self, *_: object) -> None:
-        self.stop = True
-
-    def follow(self, parent: int) -> None:
-        """From now on the parent's death sets `stop`."""
-        if sys.platform == "linux":
-            _libc("prctl", PR_SET_PDEATHSIG, PARENT_GONE)
-        self.stop |= os.getppid() != parent
-
-    def wait(self, channel: socket.socket | None, timeout_s: float | None = None) -> bool:
-        """Wait for a message or a signal; whether there is a message (or the channel's end)."""
-        poll = select.poll()
-        for fd in [self._woken] + ([channel.fileno()] if channel else []):
-            poll.register(fd, select.POLLIN)
-        ready = [fd for fd, _ in poll.poll(None if timeout_s is None else timeout_s * 1000)]
-        with contextlib.suppress(BlockingIOError):
-            os.read(self._woken, 4096)
-        return channel is not None and channel.fileno() in ready
-
-    def kill_children(self) -> None:
-        """Kill and reap whatever is below this process, for at most KILL_S."""
-        deadline = time.monotonic() + KILL_S
-        with contextlib.suppress(ChildProcessError):
-            while time.monotonic() < deadline:
-                for pid in list(_family(os.getpid()))[1:]:
-                    _kill(os.kill, pid, signal.SIGKILL)
-                if os.waitpid(-1, os.WNOHANG)[0] == 0:
-                    self.wait(None, 0.05)
-
-
-def _kill(how: Callable[[int, int], None], target: int, signum: int) -> None:
-    """os.kill or os.killpg; a target that is gone is fine. macOS says EPERM for a group of zombies."""
+def _kill(target: int) -> None:
+    """A process, or for -N the group N; one that is gone is fine. macOS says EPERM for a group of zombies."""
     with contextlib.suppress(ProcessLookupError, PermissionError):
-        how(target, signum)
+        os.kill(target, signal.SIGKILL)
+
+
+def _kill_all_below() -> None:
+    """Kill (Linux) and await whatever is below this process; who is orphaned meanwhile comes in the next round."""
+    with contextlib.suppress(ChildProcessError):
+        while True:
+            for pid in _family(os.getpid())[1:]:
+                _kill(pid)
+            os.waitpid(-1, 0)
+
+
+def _libc(name: str, *args: int | bytes) -> None:
+    """Call `prctl` or `unshare` (os.unshare came with Python 3.12); nothing elsewhere than on Linux. Raises OSError."""
+    if sys.platform == "linux":
+        words = [ctypes.c_char_p(a) if isinstance(a, bytes) else ctypes.c_ulong(a) for a in args]
+        if getattr(ctypes.CDLL(None, use_errno=True), name)(*words):
+            raise OSError(ctypes.get_errno(), f"{name}: {os.strerror(ctypes.get_errno())}")
 
 
 def _fork(main: Callable[..., None], *args: object) -> int:
     """Run `main` in a child that ends with it; its pid."""
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {PARENT_GONE, signal.SIGCHLD})
-    try:
-        if not (pid := os.fork()):
-            _end_after(main, *args)
+    if pid := os.fork():
         return pid
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
-
-
-def _end_after(main: Callable[..., None], *args: object) -> NoReturn:
     try:
         main(*args)
         os._exit(0)
@@ -4458,142 +4341,151 @@ def _end_after(main: Callable[..., None], *args: object) -> NoReturn:
         os._exit(1)
 
 
-def _spawner_main(channel: socket.socket, node: int) -> None:
-    """The spawner's life: a keeper a request; a killed keeper's orphans are killed; in the end, all."""
-    os.setsid()  # away from the terminal's Ctrl-C
-    helper = _Helper("sb-spawner", [channel.fileno()])
-    helper.follow(node)
-    keepers: set[int] = set()
-    while not helper.stop:
-        if helper.wait(channel):
-            if (message := _receive(channel, NODE_ENDS)) is None:
-                break
-            keepers |= _new_keeper(*message)
-        for pid in _children(os.getpid()) or list(keepers):
-            if pid not in keepers:
-                _kill(os.kill, pid, signal.SIGKILL)
-            if os.waitpid(pid, os.WNOHANG)[0]:
-                keepers.discard(pid)
-    for pid in keepers:
-        _kill(os.kill, pid, PARENT_GONE)
-    deadline = time.monotonic() + KILL_S
-    while keepers and time.monotonic() < deadline:
-        helper.wait(None, 0.05)
-        keepers -= {pid for pid in keepers if os.waitpid(pid, os.WNOHANG)[0]}
-    helper.kill_children()
-
-
-def _new_keeper(request: dict[str, Any], fds: Sequence[int]) -> set[int]:
-    """Its pid; none when processes or descriptors have run out, which the node sees as its channel's end."""
-    try:
-        return {_fork(_keeper_main, request, fds, os.getpid())} if len(fds) == NODE_ENDS else set()
-    except OSError:
-        return set()
-    finally:
-        for fd in fds:
+def _become_helper(name: str, *keep: int) -> int:
+    """Shed what came with the fork and turn deaf to the terminal; a descriptor to read when a child has ended."""
+    gc.disable()  # a collected file object of the parent's would close a number that is ours by then
+    null = os.open(os.devnull, os.O_RDWR)
+    os.dup2(null, 0)
+    os.dup2(null, 1)
+    for fd in {int(n) for n in os.listdir(OWN_FDS)} - {0, 1, 2, *keep}:
+        with contextlib.suppress(OSError):
             os.close(fd)
+    woken, wake = os.pipe()
+    os.set_blocking(wake, False)
+    signal.set_wakeup_fd(wake, warn_on_full_buffer=False)
+    for deaf in ("SIGCHLD", "SIGINT", "SIGTERM", "SIGHUP", "SIGQUIT", "SIGUSR1", "SIGUSR2"):
+        signal.signal(signal.Signals[deaf], lambda *_: None)  # SIG_IGN would outlive the exec of the engine
+    signal.pthread_sigmask(signal.SIG_SETMASK, ())
+    _libc("prctl", PR_SET_NAME, name.encode())
+    _libc("prctl", PR_SET_CHILD_SUBREAPER, 1)
+    return woken
 
 
-def _keeper_main(request: dict[str, Any], fds: Sequence[int], spawner: int) -> None:
-    """A keeper's life: start the engine, serve the node until either ends, leave nothing, report."""
-    channel, output, report = socket.socket(fileno=fds[0]), fds[1], fds[2]
-    helper = _Helper("sb-keeper", fds)
-    isolating = bool(request["isolate"])
+def _wait(woken: int, *others: int) -> list[int]:
+    """Wait until a child has ended or one of the others can be read; which of those can."""
+    ready, _, _ = select.select([woken, *others], [], [])
+    if woken in ready:
+        os.read(woken, 4096)
+    return [fd for fd in ready if fd != woken]
+
+
+def _enter_own_network() -> None:
+    """Put this process into a network of its own with `lo` up; without the right to, in a user namespace of its own, as
+    the same user with the same supplementary groups (devices!). Clears the parent-death signal. Raises OSError.
+    """
+    uid, gid = os.geteuid(), os.getegid()
     try:
-        if isolating:
+        _libc("unshare", CLONE_NEWNET)
+    except PermissionError:
+        _libc("unshare", CLONE_NEWUSER | CLONE_NEWNET)
+        for name, text in ("setgroups", "deny"), ("uid_map", f"{uid} {uid} 1"), ("gid_map", f"{gid} {gid} 1"):
+            with open(f"/proc/self/{name}", "wb") as file:  # as text it would look for a codec's file
+                file.write(text.encode())
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
+        fcntl.ioctl(any_socket, SIOCSIFFLAGS, struct.pack("16sh14x", b"lo", IFF_UP | IFF_RUNNING))
+
+
+@functools.cache
+def isolation_problem() -> str:
+    """Empty when an isolated engine can be had here, else why not, and what to do. Tried once, in a fork: ask early."""
+    if sys.platform != "linux":
+        return "isolation needs Linux: set engine.isolate, and keep the engine's ports behind a firewall"
+    if not (child := os.fork()):
+        try:
             _enter_own_network()
-            isolating = False
-        helper.follow(spawner)
-        engine = _start_engine(request, output)
-    except (OSError, ValueError, subprocess.SubprocessError) as problem:
-        failure = {"text": str(problem), "errno": getattr(problem, "errno", None), "isolating": isolating}
-        if isolating and isinstance(problem, OSError):
-            failure["text"] = _why_not_isolated(problem)
-        return _send(channel, {"failure": failure})
-    os.close(output)  # so that its end can be seen
-    with contextlib.suppress(OSError):  # the node has gone: the loop sees it too
-        _send(channel, {"pids": [engine.pid, os.getpid()]})
-    while not helper.stop and not _has_exited(engine):
-        if helper.wait(channel) and not _keeper_serve(channel, engine.pid):
-            break
-        for orphan in set(_children(os.getpid())) - {engine.pid}:
-            os.waitpid(orphan, os.WNOHANG)
-    _kill(os.killpg, engine.pid, signal.SIGKILL)
-    code = engine.wait()
-    helper.kill_children()
-    with contextlib.suppress(OSError):
-        os.write(report, json.dumps({"code": code}).encode() + b"\n")
-
-
-def _start_engine(request: dict[str, Any], output: int) -> subprocess.Popen[bytes]:
-    """exec the engine in a session of its own. Raises OSError with the reason, ValueError for a NUL byte."""
-    keeper = os.getpid()
-
-    def just_before_exec() -> None:
-        for signum in signal.valid_signals() - {signal.SIGKILL, signal.SIGSTOP}:
-            with contextlib.suppress(OSError, ValueError):  # the C library keeps two to itself
-                signal.signal(signum, signal.SIG_DFL)
-        signal.pthread_sigmask(signal.SIG_SETMASK, ())
-        if sys.platform == "linux":
-            _libc("prctl", PR_SET_PDEATHSIG, signal.SIGKILL)
-        if os.getppid() != keeper:
+            os._exit(0)
+        except OSError as problem:
+            os._exit(problem.errno or 1)
+        finally:
             os._exit(1)
-
-    return subprocess.Popen(
-        request["argv"],
-        env=request["env"],
-        cwd=request["cwd"],
-        stdin=subprocess.DEVNULL,
-        stdout=output,
-        stderr=output,
-        start_new_session=True,
-        preexec_fn=just_before_exec,  # noqa: PLW1509
-    )
-
-
-def _has_exited(engine: subprocess.Popen[bytes]) -> bool:
-    """Without reaping, where that can be had: until then its number cannot be anybody else's group."""
-    if hasattr(os, "waitid"):
-        return os.waitid(os.P_PID, engine.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
-    return engine.poll() is not None
+    if not (number := os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])):
+        return ""
+    for switch, closed, opened in (
+        ("kernel.apparmor_restrict_unprivileged_userns", "1", "0"),  # Ubuntu 23.10 and later
+        ("user.max_user_namespaces", "0", "10000"),
+    ):
+        if os.geteuid() and _read_text("/proc/sys", *switch.split(".")) == closed:
+            return f"{switch} is {closed}: as root run `sysctl -w {switch}={opened}`, or run shardbox as root"
+    if re.search(r"^Seccomp:\s*2", _read_text("/proc/self/status"), re.MULTILINE):
+        hint = "give the container CAP_SYS_ADMIN, or leave isolation to the container and set engine.isolate"
+        return f"a seccomp filter forbids namespaces (of a container, or systemd's RestrictNamespaces=): {hint}"
+    return f"the kernel refuses a network namespace ({os.strerror(number)}): run as root, or set engine.isolate"
 
 
-def _keeper_serve(channel: socket.socket, group: int) -> bool:
-    """Answer one request of the node; False when the node has gone."""
+def _spawner_main(channel: socket.socket) -> None:
+    """The spawner's life: a keeper for each channel that comes; kill what a killed keeper leaves, in the end all."""
+    os.setsid()  # away from the terminal's Ctrl-C
+    woken = _become_helper("sb-spawner", channel.fileno())
+    lifeline, held = os.pipe()
+    keepers: set[int] = set()
+    while True:
+        if _wait(woken, channel.fileno()):
+            request, fds, _, _ = socket.recv_fds(channel, 1, 1)
+            if not request:
+                break
+            for fd in fds:
+                with contextlib.suppress(OSError):  # out of processes: the node sees its channel end
+                    keepers.add(_fork(_keeper_main, fd, lifeline))
+                os.close(fd)
+        with contextlib.suppress(ChildProcessError):
+            while ended := os.waitpid(-1, os.WNOHANG)[0]:
+                keepers.discard(ended)
+        for orphan in set(_children(os.getpid())) - keepers:
+            _kill(orphan)
+    os.close(held)  # elsewhere than on Linux the keepers have to do it
+    _kill_all_below()
+
+
+def _keeper_main(channel_fd: int, lifeline: int) -> None:
+    """A keeper's life: start the engine, serve the node until node, spawner or engine ends, leave nothing, report."""
+    woken, channel = _become_helper("sb-keeper", channel_fd, lifeline), socket.socket(fileno=channel_fd)
+    (output, engine_end), (report, report_end) = os.pipe(), os.pipe()
+    failure = "cannot close it in (see engine.isolate)"
     try:
-        if (message := _receive(channel, 0)) is None:
-            return False
-        (verb, value), answer = message[0]["ask"], {}
-        with contextlib.ExitStack() as stack:
-            fds: list[int] = []
-            try:
-                if verb == "signal":
-                    _kill(os.killpg, group, value)
-                else:
-                    fds = [stack.enter_context(_tcp_socket(value)).fileno()]
-            except OSError as problem:
-                answer = {"errno": problem.errno}
-            _send(channel, answer, fds)
-    except OSError:
-        return False
-    return True
+        request, _ = _receive(channel)
+        if request.pop("isolate"):
+            _enter_own_network()
+        failure = "cannot start"
+        engine = subprocess.Popen(
+            **request,
+            stdout=engine_end,
+            stderr=engine_end,
+            start_new_session=True,
+            preexec_fn=lambda: _libc("prctl", PR_SET_PDEATHSIG, signal.SIGKILL),  # noqa: PLW1509
+        )
+    except (OSError, ValueError, subprocess.SubprocessError) as problem:  # ValueError: a NUL byte
+        with contextlib.suppress(OSError):
+            _send(channel, [f"{failure}: {problem}", getattr(problem, "errno", 0), []])
+        return
+    os.close(engine_end)  # so that the output ends with the engine
+    with contextlib.suppress(OSError):  # the node has gone
+        _send(channel, ["", 0, [engine.pid, os.getpid()]], [output, report])
+        os.close(output)
+        while engine.poll() is None and lifeline not in (ready := _wait(woken, channel_fd, lifeline)):
+            if ready:
+                _answer(channel, engine.pid)
+            for orphan in set(_children(os.getpid())) - {engine.pid}:
+                os.waitpid(orphan, os.WNOHANG)
+    _kill(-engine.pid)
+    code = engine.wait()
+    _kill_all_below()
+    os.write(report_end, b"%d\n" % code)
 
 
-def _tcp_socket(port: int | None) -> socket.socket:
-    """A socket listening on 127.0.0.1:port, or an unconnected one, in this network. Raises OSError."""
-    made = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+def _answer(channel: socket.socket, group: int) -> None:
+    """Do what the node asks of a keeper. Raises OSError when it has gone."""
+    ((verb, value), _), number, fds = _receive(channel), 0, []
     try:
-        if port is not None:
-            made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            made.bind(("127.0.0.1", port))
-            made.listen(128)
-    except BaseException:
-        made.close()
-        raise
-    return made
-
-
-# The node's side.
+        if verb == "signal":
+            os.killpg(group, value)
+        else:
+            made = socket.create_server(("127.0.0.1", value), backlog=128) if value else socket.socket()
+            fds = [made.detach()]
+    except OSError as problem:
+        number = problem.errno or errno.EIO
+    _send(channel, number, fds)
+    for fd in fds:
+        os.close(fd)
 
 
 class Spawner:
@@ -4606,126 +4498,81 @@ class Spawner:
     def start(cls) -> Spawner:
         """Fork the spawner. Call it in the main thread, before any other exists."""
         ours, theirs = socket.socketpair()
-        pid = _fork(_spawner_main, theirs, os.getpid())
-        theirs.close()
-        return cls(ours, pid)
+        with theirs:
+            return cls(ours, _fork(_spawner_main, theirs))
 
     def spawn(self, *, argv: Sequence[str], env: Mapping[str, str], cwd: str, isolate: bool) -> EngineProcess:
         """A running engine (exec has succeeded). Takes some milliseconds; any thread. Raises EngineError."""
-        request = {"argv": list(argv), "env": dict(env), "cwd": cwd, "isolate": isolate}
-        with contextlib.ExitStack() as ours, contextlib.ExitStack() as theirs:
+        with contextlib.ExitStack() as undo:
             try:
                 near, far = socket.socketpair()
-                ours.callback(near.close)
-                theirs.callback(far.close)
-                pipes = [os.pipe(), os.pipe()]
-                for read_end, write_end in pipes:
-                    ours.callback(os.close, read_end)
-                    theirs.callback(os.close, write_end)
-                near.settimeout(LAUNCH_S)
-                with self._lock:
-                    _send(self._channel, request, [far.fileno(), *(write_end for _, write_end in pipes)])
-                theirs.close()
-                message = _receive(near)
-                near.settimeout(ANSWER_S)
-            except OSError as problem:
-                raise EngineError(f"cannot start: {problem.strerror or problem}", where=argv[0]) from problem
-            if message is None:
-                hint = "out of memory, processes or files? `dmesg` may tell; else start shardbox again"
-                raise EngineError("cannot start: no answer from the spawner", where=argv[0], hint=hint)
-            if failure := message[0].get("failure"):
-                raise _launch_error(argv[0], cwd, failure)
-            ours.pop_all()
-        return EngineProcess(near, message[0]["pids"], [read_end for read_end, _ in pipes], isolated=isolate)
+                undo.enter_context(near).settimeout(LAUNCH_S)
+                with far, self._lock:
+                    socket.send_fds(self._channel, [b"+"], [far.fileno()])
+                _send(near, {"args": list(argv), "env": dict(env), "cwd": cwd, "isolate": isolate})
+                (failure, number, pids), fds = _receive(near)
+            except OSError as why:
+                raise EngineError(f"no spawner: {why}", where=argv[0], hint="out of memory or processes?") from why
+            if failure:
+                raise EngineError(failure, where=argv[0], hint=LAUNCH_HINTS.get(number, ""))
+            for fd in fds:
+                undo.callback(os.close, fd)
+            near.settimeout(ANSWER_S)
+            return EngineProcess(near, [*pids, *fds], undo.pop_all(), isolate)
 
     def close(self) -> None:
         """Kill whatever is left and wait for it. May be called again."""
-        with self._lock:
-            self._channel.close()
-            pid, self._pid = self._pid, 0
-        if pid:
-            with _kill_later(pid, 2 * CLOSE_S), contextlib.suppress(ChildProcessError):
-                os.waitpid(pid, 0)
+        with self._lock, self._channel, contextlib.suppress(OSError):  # of the second time
+            self._channel.shutdown(socket.SHUT_WR)
+            _await_end(self._channel.fileno(), self._pid)
+            os.waitpid(self._pid, 0)
 
 
-@contextlib.contextmanager
-def _kill_later(pid: int, after_s: float) -> Iterator[None]:
-    """Bound a wait for a helper's end: one that hangs is killed."""
-    timer = threading.Timer(after_s, _kill, (os.kill, pid, signal.SIGKILL))
-    timer.start()
-    try:
-        yield
-    finally:
-        timer.cancel()
-        timer.join()
-
-
-def _launch_error(program: str, cwd: str, failure: Mapping[str, Any]) -> EngineError:
-    """What a person can do about an engine that did not start."""
-    if failure["isolating"]:
-        return EngineError("cannot isolate the engine", where=program, hint=failure["text"])
-    hints = {
-        errno.EACCES: "`chmod +x` it, and see that its disk is not mounted noexec",
-        errno.ENOEXEC: "it is not a program for this machine: compare `file` with `uname -m`",
-        errno.ETXTBSY: "it is still being written",
-        errno.E2BIG: "shorten engine.args or engine.env",
-    }
-    hint = hints.get(failure["errno"], "")
-    if failure["errno"] == errno.ENOENT and os.path.isdir(cwd) and os.path.exists(program):
-        hint = "the file is there, but the loader or interpreter that it asks for is not (`file` names it)"
-    return EngineError(f"cannot start: {failure['text']}", where=program, hint=hint)
+def _await_end(fd: int, pid: int) -> None:
+    """Wait for what a helper writes, or leaves, when it ends. One that hangs is killed."""
+    poll = select.poll()
+    poll.register(fd, select.POLLIN)
+    if not poll.poll(CLOSE_S * 1000):
+        _kill(pid)
 
 
 class EngineProcess:
     """A running engine. Every method may be called from any thread."""
 
-    exit_code: int | None = None
-
-    def __init__(self, channel: socket.socket, pids: Sequence[int], fds: Sequence[int], *, isolated: bool) -> None:
-        self.isolated = isolated
-        self.pid, self._keeper = pids
-        self.output, self._report = fds  # output: read end of its stdout and stderr; closed by close()
-        self._channel = channel
+    def __init__(self, channel: socket.socket, numbers: list[int], held: contextlib.ExitStack, isolated: bool) -> None:
+        self.pid, self._keeper, self.output, self._report = numbers  # output: of its stdout and stderr, until close()
+        self.isolated, self._channel, self._held = isolated, channel, held
         self._lock, self._exit_lock = threading.Lock(), threading.Lock()
+        self.exit_code: int | None = None
 
-    def _ask(self, verb: str, value: int | None = None) -> list[int]:
+    def _ask(self, verb: str, value: int) -> list[int]:
         """Descriptors from the keeper. Raises OSError as it happened there, ProcessLookupError at the end."""
         with self._lock:
             try:
-                _send(self._channel, {"ask": [verb, value]})
-                message = _receive(self._channel)
-            except OSError:
-                message = None
-                self._channel.close()  # after a timeout the answers no longer fit the questions
-        if message is None:
-            raise ProcessLookupError(errno.ESRCH, "the engine has ended")
-        answer, fds = message
-        if number := answer.get("errno"):
+                _send(self._channel, [verb, value])
+                number, fds = _receive(self._channel)
+            except (ConnectionError, TimeoutError) as problem:
+                self._channel.shutdown(socket.SHUT_RDWR)  # after a timeout the answers no longer fit the questions
+                raise ProcessLookupError(errno.ESRCH, "the engine has ended") from problem
+        if number:
             raise OSError(number, os.strerror(number))
-        if verb == "socket" and not fds:
-            raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
         return fds
-
-    def _socket(self, port: int | None) -> socket.socket:
-        return socket.socket(fileno=self._ask("socket", port)[0]) if self.isolated else _tcp_socket(port)
 
     def listen(self, port: int) -> socket.socket:
         """A socket listening on 127.0.0.1:port in the engine's network. Raises OSError (EADDRINUSE, ...)."""
-        return self._socket(port)
+        return socket.socket(fileno=self._ask("socket", port)[0])
 
     def connect(self, port: int, timeout_s: float) -> socket.socket:
         """A blocking TCP_NODELAY connection to 127.0.0.1:port in the engine's network. Raises OSError."""
-        made = self._socket(None)
-        try:
+        with contextlib.ExitStack() as undo:
+            made = undo.enter_context(socket.socket(fileno=self._ask("socket", 0)[0]))
             made.settimeout(timeout_s)
             made.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             made.connect(("127.0.0.1", port))
             if made.getsockname() == made.getpeername():  # a free port of the ephemeral range can meet itself
                 raise ConnectionRefusedError(errno.ECONNREFUSED, os.strerror(errno.ECONNREFUSED))
             made.settimeout(None)
-        except BaseException:
-            made.close()
-            raise
+            undo.pop_all()
         return made
 
     def signal(self, signum: int) -> None:
@@ -4737,193 +4584,109 @@ class EngineProcess:
         """Block until the engine and all it has forked are gone; its exit code, negative for a signal."""
         with self._exit_lock:
             if self.exit_code is None:
-                with os.fdopen(self._report, encoding="ascii") as report:
-                    line = report.readline()
-                if not line and sys.platform != "linux":
-                    _kill(os.killpg, self.pid, signal.SIGKILL)
-                # No line: the keeper was killed, and on Linux by its parent-death signal the engine with it.
-                self.exit_code = int(json.loads(line)["code"]) if line else -signal.SIGKILL
+                code = os.read(self._report, 99)
+                if not code:  # the keeper was killed; on Linux the kernel then kills the engine
+                    _kill(-self.pid)
+                self.exit_code = int(code or -signal.SIGKILL)
             return self.exit_code
 
-    def bound_ports(self, candidates: Iterable[int] = ()) -> frozenset[int]:
-        """TCP ports it listens on; where the system does not tell, those of `candidates` that answer.
-
-        Some 8 ms on Linux: the kernel walks its whole table (2 cores, kernel 6.18). Do not ask all the time.
-        """
-        try:
-            sockets = {link for pid in _family(self.pid) for link in _socket_links(pid)}
-        except OSError:  # not Linux, or not for us to see
-            return frozenset(port for port in candidates if self._answers(port))
-        table = "".join(_read_text(f"/proc/{self.pid}/net/{name}") for name in ("tcp", "tcp6"))
-        rows = re.findall(r"^ *\d+: \w+:(\w{4}) \S+ 0A (?:\S+ +){5}(\d+)", table, re.MULTILINE)  # 0A: LISTEN
+    def bound_ports(self) -> frozenset[int]:
+        """TCP ports it listens on. Some 8 ms: the kernel walks its whole table (2 cores, Linux 6.18)."""
+        if sys.platform != "linux":
+            shown = subprocess.getoutput(f"lsof -nP -a -g {self.pid:d} -iTCP -sTCP:LISTEN -Fn")
+            return frozenset(int(port) for port in re.findall(r"^n.*:(\d+)$", shown, re.MULTILINE))
+        sockets, rows = set(), []
+        for pid in _family(self.pid):
+            with contextlib.suppress(OSError):  # it has ended
+                for fd in os.listdir(f"/proc/{pid}/fd"):
+                    with contextlib.suppress(FileNotFoundError):
+                        sockets.add(os.readlink(f"/proc/{pid}/fd/{fd}"))
+        for name in ("tcp", "tcp6"):  # 0A: LISTEN
+            with contextlib.suppress(OSError), open(f"/proc/{self.pid}/net/{name}", encoding="utf-8") as table:
+                rows += re.findall(r"^ *\d+: \w+:(\w{4}) \S+ 0A (?:\S+ +){5}(\d+)", table.read(), re.MULTILINE)
         return frozenset(int(port, 16) for port, inode in rows if f"socket:[{inode}]" in sockets)
-
-    def _answers(self, port: int) -> bool:
-        with contextlib.suppress(OSError):
-            self.connect(port, 1.0).close()
-            return True
-        return False
 
     def usage(self) -> Usage:
         """What it has used up to now, with what it has forked."""
-        if sys.platform != "linux":
-            return Usage()
-        ticks, read, pages = 0, 0, 0
+        ticks, read, resident, shared = 0, 0, 0, 0
         for pid in _family(self.pid):
-            ticks += sum(int(n) for n in _stat(pid)[11:15])  # its own, and of children it has waited for
-            read += sum(int(n) for n in re.findall(r"\nread_bytes: (\d+)", _read_text(f"/proc/{pid}/io")))
-            pages += sum(int(n) for n in _read_text(f"/proc/{pid}/statm").split()[1:2])
-        cpu_s, rss_bytes = ticks / os.sysconf("SC_CLK_TCK"), pages * os.sysconf("SC_PAGE_SIZE")
-        return Usage(cpu_s=cpu_s, read_bytes=read, rss_bytes=rss_bytes)
+            ticks += sum(map(int, _stat(pid)[11:15]))  # its own, and of children it has waited for
+            read += sum(map(int, re.findall(r"\nread_bytes: (\d+)", _read_text(f"/proc/{pid}/io"))))
+            pages = [int(n) for n in _read_text(f"/proc/{pid}/statm").split()] or [0, 0, 0]
+            resident, shared = resident + pages[1], shared + pages[2]
+        page, cpu_s = os.sysconf("SC_PAGE_SIZE"), ticks / os.sysconf("SC_CLK_TCK")
+        return Usage(cpu_s=cpu_s, read_bytes=read, rss_bytes=resident * page, anon_bytes=(resident - shared) * page)
 
     def close(self) -> None:
         """Kill it if it lives, wait for it, close everything. May be called again."""
-        with contextlib.suppress(OSError), self._lock:
+        with self._lock, contextlib.suppress(OSError):
             self._channel.shutdown(socket.SHUT_RDWR)  # the keeper takes it as the node's end
-        with _kill_later(self._keeper, CLOSE_S) if self.exit_code is None else contextlib.nullcontext():
+        if self.exit_code is None:
+            _await_end(self._report, self._keeper)
             self.wait_exit()
-        with self._lock:
-            self._channel.close()
-            output, self.output = self.output, -1
-        if output >= 0:
-            os.close(output)
-
-
-def _socket_links(pid: int) -> Iterator[str]:
-    """What its descriptors point to: `socket:[INODE]`. A process that has ended has none. Raises OSError."""
-    try:
-        names = os.listdir(f"/proc/{pid}/fd")
-    except (FileNotFoundError, ProcessLookupError):
-        if sys.platform == "linux":
-            return
-        raise
-    for name in names:
-        with contextlib.suppress(FileNotFoundError, ProcessLookupError):
-            yield os.readlink(f"/proc/{pid}/fd/{name}")
-
-
-# Engines that an earlier run left: elsewhere than on Linux a crash of node and helpers may leave some.
+        self._held.close()
 
 
 def process_identity(pid: int) -> str:
     """What tells this process from any other that had or gets its number; empty when there is none."""
     if sys.platform == "linux":
-        stat = _stat(pid)
-        if len(stat) < 20 or stat[0] in "ZX":
-            return ""
-        return f"{_read_text('/proc/sys/kernel/random/boot_id').strip()}:{stat[19]}"
-    shown = subprocess.run(["/bin/ps", "-o", "lstart=", "-p", str(pid)], capture_output=True, text=True, check=False)
-    return shown.stdout.strip()
+        seen, boot = _stat(pid), _read_text("/proc/sys/kernel/random/boot_id")
+        return f"{boot}:{seen[19]}" if seen and seen[0] not in "ZX" else ""
+    return subprocess.getoutput(f"/bin/ps -o lstart= -p {pid:d}").strip()
 
 
 def stop_leftover(pid: int, identity: str) -> bool:
-    """Kill the group of an engine left by an earlier run, wait up to KILL_S. False: not that process."""
+    """Kill the group of an engine left by a crash; wait, bounded. False: it is not that process."""
     if not identity or process_identity(pid) != identity:
         return False
-    for how in (os.killpg, os.kill):  # an engine leads its group; a group of that number is no other's
-        _kill(how, pid, signal.SIGKILL)
-    deadline = time.monotonic() + KILL_S
+    _kill(-pid)  # an engine leads its group
+    deadline = time.monotonic() + CLOSE_S
     while process_identity(pid) == identity and time.monotonic() < deadline:
         time.sleep(0.02)  # somebody else's child: there is nothing to wait on that every system has
     return True
 
 
-# Output.
-
-_UNPRINTABLE = re.compile(r"\x1b\[[0-?]*[ -/]*[@-~]|[\x00-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069]")
-
-
 class CappedLog:
-    """Copies an engine's output into a file, in its own thread; a failing write never holds the engine up.
+    """A thread that copies an engine's output into a file and goes on when that fails; `problem` says why it did.
 
-    PATH is moved to PATH.1 at the start and whenever it holds `cap_bytes`: two files at most. What cannot be
-    written is lost and counted in `lost_bytes`, and the last reason kept in `problem`.
+    PATH is moved to PATH.1 at the start and before it grows over `cap_bytes` (64 KiB or more). tail() has 64 KiB too.
     """
 
-    LINES, LINE_CHARS, CHUNK_BYTES = 200, 4000, 64 << 10
-    DRAIN_BYTES = 1 << 20  # read after close() at the most, as an engine could go on for ever: the largest pipe
-
-    def __init__(self, path: str, fd: int, *, cap_bytes: int = 8 << 20) -> None:
-        self.problem, self.lost_bytes = "", 0
-        self._path, self._cap, self._file, self._size = path, max(1, cap_bytes), -1, 0
-        self._lines: deque[bytes] = deque(maxlen=self.LINES)
-        self._rest, self._lock = b"", threading.Lock()
+    def __init__(self, path: str, fd: int, *, cap_bytes: int = 8 * MIB) -> None:
+        self.problem, self._recent, self._closed = "", b"", False
+        self._path, self._cap, self._size = path, cap_bytes, cap_bytes + 1
         self._input = os.dup(fd)  # so that the caller may close its own at any time
-        self._stopped, self._stop = os.pipe()
         self._write(b"")
         self._thread = threading.Thread(target=self._run, name=f"log {os.path.basename(path)}", daemon=True)
         self._thread.start()
 
     def tail(self, lines: int) -> list[str]:
-        """The last lines, oldest first, without control characters; an unfinished one counts. At most 200."""
-        with self._lock:
-            kept = [*self._lines, *([self._rest] if self._rest else [])]
-        texts = [_UNPRINTABLE.sub("", line.decode("utf-8", "replace").replace("\t", " ")) for line in kept]
-        return [text[: self.LINE_CHARS] for text in texts[-lines:]] if lines > 0 else []
+        """The last lines, oldest first, printable; an unfinished one counts."""
+        kept = self._recent.decode("utf-8", "replace").splitlines()[-lines:] if lines > 0 else []
+        return [printable(line.expandtabs()[:4000]) for line in kept]
 
     def close(self) -> None:
-        """Take what is already in the pipe, and end. May be called again."""
-        with self._lock:
-            stop, self._stop = self._stop, -1
-        if stop >= 0:
-            os.close(stop)
-        self._thread.join()
+        """Wait for the end of the output, then, or after LOG_CLOSE_S, write no more. May be called again."""
+        self._thread.join(LOG_CLOSE_S)
+        self._closed = True
 
     def _run(self) -> None:
-        poll, left = select.poll(), self.DRAIN_BYTES
-        poll.register(self._input, select.POLLIN)
-        poll.register(self._stopped, select.POLLIN)
-        stopping = False
-        while left > 0:
-            ready = {fd for fd, _ in poll.poll(0 if stopping else None)}
-            if self._stopped in ready:
-                stopping = True
-                poll.unregister(self._stopped)
-            elif self._input not in ready:
-                break
-            if self._input in ready:
-                if not (chunk := os.read(self._input, self.CHUNK_BYTES)):
-                    break
-                left -= len(chunk) if stopping else 0
-                self._remember(chunk)
-                self._write(chunk)
-        for fd in (self._input, self._stopped, self._file):
-            if fd >= 0:
-                os.close(fd)
-
-    def _remember(self, chunk: bytes) -> None:
-        most = 4 * self.LINE_CHARS  # UTF-8 takes up to four bytes for a character
-        *whole, rest = (self._rest + chunk).split(b"\n")
-        with self._lock:
-            self._lines.extend(line[:most] for line in whole[-self.LINES :])
-            self._rest = rest[:most]
+        while not self._closed and (chunk := os.read(self._input, LOG_BYTES)):
+            self._recent = (self._recent + chunk)[-LOG_BYTES:]
+            self._write(chunk)
+        os.close(self._input)
 
     def _write(self, chunk: bytes) -> None:
-        left = memoryview(chunk)
+        mode, self._size = "ab", self._size + len(chunk)
         try:
-            if self._file < 0:
-                self._turn_over()
-            while left:
-                if self._size >= self._cap:
-                    self._turn_over()
-                written = os.write(self._file, left[: self._cap - self._size])
-                self._size += written
-                left = left[written:]
+            if self._size > self._cap:
+                mode, self._size = "wb", len(chunk)  # also when the old one cannot be moved: the cap holds
+                with contextlib.suppress(OSError):
+                    os.replace(self._path, self._path + ".1")
+            with open(self._path, mode, opener=functools.partial(os.open, mode=0o600)) as file:
+                file.write(chunk)
         except OSError as problem:
-            self.problem, self.lost_bytes = f"{self._path}: {problem.strerror}", self.lost_bytes + len(left)
-
-    def _turn_over(self) -> None:
-        """A new, empty file at PATH. Raises OSError."""
-        if self._file >= 0:
-            os.close(self._file)
-            self._file = -1
-        try:
-            if os.path.isfile(self._path):
-                os.replace(self._path, self._path + ".1")
-        except OSError as problem:  # then the old one is emptied: the cap holds
-            self.problem = f"{self._path}.1: {problem.strerror}"
-        flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND | os.O_NOFOLLOW
-        self._file, self._size = os.open(self._path, flags, 0o600), 0
+            self.problem = f"{self._path}: {problem.strerror}"
 
 
 RehearsalHook = Callable[[str, int], None]
@@ -6158,11 +5921,14 @@ class RankHost:
             *(self.release(model, run.lease.generation, orderly=False) for model, run in list(self.runs.items()))
         )
 
+    def anon_bytes(self) -> int:
+        """Memory that our engines hold for themselves: it is free again when they end."""
+        engines = [run.engine for run in self.runs.values() if run.engine and run.exit_code is None]
+        return sum(engine.usage().anon_bytes for engine in engines)
+
     def view(self, run: RankRun) -> RankView:
         """This rank for `status`, measured now."""
-        usage = (
-            run.engine.usage() if run.engine and run.exit_code is None else Usage(cpu_s=0.0, read_bytes=0, rss_bytes=0)
-        )
+        usage = run.engine.usage() if run.engine and run.exit_code is None else Usage()
         wires = [
             WireView(
                 kind=route.kind,
@@ -6388,7 +6154,7 @@ class Rings:
             await asyncio.sleep(WATCH_S)
 
     def _sign_of_life(self, model: str, views: Mapping[str, RankView]) -> str:
-        """Changes when bytes move in the ring or answer, or a rank uses CPU (in steps that idling does not reach) or disk."""
+        """Changes when bytes move in the ring or answer, or a rank reads its disk or computes (idling is too little)."""
         moved = sum(wire.sent_bytes + wire.received_bytes for view in views.values() for wire in view.wires)
         cpu = sum(int(view.cpu_s * 5) for view in views.values())
         disk = sum(view.read_bytes for view in views.values())
@@ -7004,9 +6770,8 @@ class Node:
 
     async def _survey_loop(self) -> None:
         while True:
-            own = sum(self.host.view(run).rss_bytes for run in self.host.runs.values())
             self.facts = await asyncio.get_running_loop().run_in_executor(
-                self.pool, functools.partial(self.surveyor.survey, own_bytes=own)
+                self.pool, functools.partial(self.surveyor.survey, own_bytes=self.host.anon_bytes())
             )
             await asyncio.sleep(2.0)
 
@@ -7790,9 +7555,11 @@ def judge_model(view: ModelView) -> tuple[int, str]:
 def judge(snapshot: Snapshot) -> tuple[int, list[str]]:
     """The worst code and one phrase for each model and warning, worst first."""
     found = [judge_model(view) for view in snapshot.models] or [(OK, "no models configured")]
-    for peer in snapshot.peers:
-        if peer.state in ("missing", "lost", "unreachable"):
-            found.append((WARNING, f"node {peer.name} is {peer.state}" + (f": {peer.detail}" if peer.detail else "")))
+    found += [
+        (WARNING, f"node {peer.name} is {peer.state}" + (f": {peer.detail}" if peer.detail else ""))
+        for peer in snapshot.peers
+        if peer.state in ("missing", "lost", "unreachable")
+    ]
     found += [(WARNING, warning) for warning in snapshot.warnings]
     if snapshot.engine_kind == "rehearsal" and not snapshot.demo:
         found.append((WARNING, "rehearsal engines: no model is loaded"))
@@ -7927,12 +7694,9 @@ CONFIG_NAME = "shardbox.toml"
 def config_places(environ: Mapping[str, str]) -> list[str]:
     """Where a shardbox.toml is looked for, in order."""
     program = sys.executable if getattr(sys, "frozen", False) else os.path.abspath(__file__)
-    places = (
-        [environ["SHARDBOX_CONFIG"]]
-        if environ.get("SHARDBOX_CONFIG")
-        else [CONFIG_NAME, os.path.join(os.path.dirname(program), CONFIG_NAME), f"/etc/shardbox/{CONFIG_NAME}"]
-    )
-    return places
+    if environ.get("SHARDBOX_CONFIG"):
+        return [environ["SHARDBOX_CONFIG"]]
+    return [CONFIG_NAME, os.path.join(os.path.dirname(program), CONFIG_NAME), f"/etc/shardbox/{CONFIG_NAME}"]
 
 
 def load_config(path: str | None) -> Config:
@@ -8382,7 +8146,7 @@ async def reach_outward(config: Config, facts: NodeFacts, secret: str) -> dict[s
         hints += [hint for hint in discovery.hints.values() if hint.cluster == config.cluster.name]
         await discovery.close()
 
-    def refuse(peer: str, service: str) -> NoReturn:
+    def refuse(peer: str, service: str) -> typing.NoReturn:
         raise MeshError("this node is not up", kind="refused")
 
     mesh = Mesh(keys=mesh_keys(secret, config.cluster.name, facts.name), open_service=refuse)
@@ -8399,7 +8163,7 @@ def run_check(config: Config, name: str, as_json: bool) -> int:
         reply = ask_node(config, name, "GET", "/check")
     except NodeDown:
         reply = None
-    facts = [from_json(NodeFacts, item, "facts") for item in reply["facts"]][0] if reply else survey_once(config, name)
+    facts = from_json(NodeFacts, reply["facts"][0], "facts") if reply else survey_once(config, name)
     found = check_box(config, facts, running=reply is not None)
     if reply is None:
         found.append(

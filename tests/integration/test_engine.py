@@ -15,32 +15,26 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-import shardbox as under_test
-from shardbox import (
-    CappedLog,
-    EngineError,
-    EngineProcess,
-    Spawner,
-    Usage,
-    isolation_problem,
-    process_identity,
-    stop_leftover,
-)
+import shardbox
+from shardbox import CappedLog, EngineError, EngineProcess, Spawner, Usage, process_identity, stop_leftover
 
 DEADLINE_S = 20.0
-MODULE_DIR = str(Path(under_test.__file__).parent)
+NODE_ENV = {"PYTHONPATH": str(Path(shardbox.__file__).parent)}
 Launch = Callable[..., EngineProcess]
 
-HOLD = "import sys; print('up', flush=True); sys.stdin.read(); import signal; signal.pause()"
+HOLD = "import signal; print('up', flush=True); signal.pause()"
+SPIN = "print('up', flush=True)\nwhile True: pass"
 SERVER = """
 import socket, sys
 with socket.create_server(("0.0.0.0", int(sys.argv[1]))) as server:
-    print("bound", flush=True)
+    print("up", flush=True)
     while True:
         with server.accept()[0] as client:
             client.sendall(b"hello " + client.recv(100))
@@ -51,12 +45,11 @@ import os, signal, sys
 for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1):
     signal.signal(number, signal.SIG_IGN)
 ready, tell = os.pipe()
-pids = [os.getpid()]
 if not os.fork():
     os.setsid()
     middle = os.getpid()
     if os.fork():
-        os._exit(0) if len(sys.argv) > 1 else signal.pause()
+        os._exit(0) if "orphan" in sys.argv else signal.pause()
     os.setsid()
     os.write(tell, f"{middle} {os.getpid()}".encode())
     while True: signal.pause()
@@ -67,20 +60,18 @@ FACTS = """
 import os, json, signal, resource
 links = {}
 for name in os.listdir("/proc/self/fd"):
-    try: links[name] = os.readlink(f"/proc/self/fd/{name}")
-    except FileNotFoundError: pass  # the listing's own
-print("facts", json.dumps([
-    {k.decode(): v.hex() for k, v in os.environb.items()}, os.getcwd(), links,
-    list(signal.pthread_sigmask(signal.SIG_BLOCK, [])), os.getsid(0) == os.getpid(),
-    [os.getuid(), os.getgid()],
-    list(resource.getrlimit(resource.RLIMIT_NOFILE)), open("/proc/self/status").read()]))
+    if os.path.lexists(link := f"/proc/self/fd/{name}"): links[name] = os.readlink(link)
+print("facts", json.dumps({
+    "env": {k.decode(): v.hex() for k, v in os.environb.items()}, "cwd": os.getcwd(), "links": links,
+    "mask": list(signal.pthread_sigmask(signal.SIG_BLOCK, [])), "session": os.getsid(0) - os.getpid(),
+    "files": resource.getrlimit(resource.RLIMIT_NOFILE), "status": open("/proc/self/status").read()}))
 """
 # A node: starts engines and prints what exists, then waits to be killed.
 NODE = """
 import json, os, sys, signal, threading
 from shardbox import Spawner
 spawner = Spawner.start()
-for _ in range(3): threading.Thread(target=threading.Event().wait, daemon=True).start()
+threading.Thread(target=threading.Event().wait, daemon=True).start()
 def run(isolate):
     e = spawner.spawn(argv=[sys.executable, "-c", sys.argv[1]], env={}, cwd="/", isolate=isolate)
     line = b""
@@ -106,15 +97,15 @@ def isolate(request: pytest.FixtureRequest) -> bool:
 
 @pytest.fixture
 def launch(spawner: Spawner) -> Iterator[Launch]:
-    """Starts a Python program as an engine; closed at the end of the test."""
+    """Starts a Python program as an engine, waits for a line of it if told to, closes it at the end of the test."""
     with contextlib.ExitStack() as stack:
 
-        def start(
-            program: str, *args: str, isolate: bool = False, env: Mapping[str, str] | None = None, cwd: str = "/"
-        ) -> EngineProcess:
-            argv = [sys.executable, "-c", program, *args]
-            process = spawner.spawn(argv=argv, env=env or {}, cwd=cwd, isolate=isolate)
+        def start(program: str, *args: object, heard: str = "", isolate: bool = False, **how: Any) -> EngineProcess:
+            argv = [sys.executable, "-c", program, *map(str, args)]
+            process = spawner.spawn(argv=argv, isolate=isolate, **{"env": {}, "cwd": "/", **how})
             stack.callback(process.close)
+            if heard:
+                said(process, heard)
             return process
 
         yield start
@@ -141,15 +132,12 @@ def said(process: EngineProcess, marker: str) -> str:
     return text.decode()
 
 
-def drain(process: EngineProcess) -> str:
-    text = b""
-    while chunk := os.read(process.output, 65536):
-        text += chunk
-    return text.decode()
-
-
 def alive(pid: int) -> bool:
     return process_identity(pid) != ""
+
+
+def open_files(pid: object = "self") -> int:
+    return len(os.listdir(f"/proc/{pid}/fd"))
 
 
 def free_port() -> int:
@@ -157,129 +145,94 @@ def free_port() -> int:
         return int(server.getsockname()[1])
 
 
-# Start and exit.
-
-
 @pytest.mark.parametrize(
     ("program", "code"),
     [
         ("pass", 0),
         ("raise SystemExit(3)", 3),
-        ("import os; os.abort()", -signal.SIGABRT),
-        ("import os, signal; os.kill(os.getpid(), signal.SIGKILL)", -signal.SIGKILL),
+        ("import os; os.abort()", -6),
+        ("import os; os.kill(os.getpid(), 9)", -9),
     ],
 )
 def test_exit_of_an_engine_is_reported_as_by_subprocess(launch: Launch, isolate: bool, program: str, code: int) -> None:
     process = launch(program, isolate=isolate)
-    assert process.wait_exit() == code
-    assert process.exit_code == code
-    assert process.wait_exit() == code
+    assert (process.wait_exit(), process.exit_code, process.wait_exit()) == (code, code, code)
 
 
-def test_signal_reaches_the_whole_group_with_default_disposition(launch: Launch, isolate: bool) -> None:
-    process = launch(HOLD, isolate=isolate)
-    said(process, "up")
+def test_signal_has_its_default_effect_and_later_requests_say_that_it_is_gone(launch: Launch, isolate: bool) -> None:
+    process = launch(HOLD, isolate=isolate, heard="up")
     process.signal(signal.SIGTERM)
     assert process.wait_exit() == -signal.SIGTERM
-    process.signal(signal.SIGTERM)  # gone: no error
     assert not alive(process.pid)
-
-
-def test_requests_after_the_end_say_that_it_is_gone(launch: Launch) -> None:
-    process = launch("pass", isolate=True)
-    process.wait_exit()
+    process.signal(signal.SIGTERM)  # no error
     with pytest.raises(ProcessLookupError):
-        process.listen(7)
-    assert process.bound_ports() == frozenset()
-    assert process.usage() == Usage()
+        process.connect(7, 1.0)
+    assert (process.bound_ports(), process.usage()) == (frozenset(), Usage())
 
 
 @pytest.mark.parametrize(
-    ("argv", "cwd", "words"),
+    ("content", "mode", "cwd", "words"),
     [
-        (["/nowhere/llama-server"], "/", "No such file"),
-        ([sys.executable], "/nowhere", "/nowhere"),
-        (["/etc/passwd"], "/", "Permission denied"),
-        ([sys.executable, "a\0b"], "/", "null byte"),
+        (None, 0, "/", "No such file"),
+        (b"#!/bin/true\n", 0o755, "/nowhere", "/nowhere"),
+        (b"#!/bin/true\n", 0o644, "/", "chmod"),
+        (b"#!/nowhere/loader\n", 0o755, "/", "loader or interpreter"),
+        (b"\x7fELF\x02\x01\x01" + bytes(200), 0o755, "/", "uname -m"),
+        (b"#!/bin/true\n", 0o755, "/\0", "null byte"),
     ],
 )
-def test_spawn_of_what_cannot_run_raises_engine_error(
-    spawner: Spawner, isolate: bool, argv: list[str], cwd: str, words: str
+def test_spawn_of_what_cannot_run_raises_engine_error_with_a_hint(
+    spawner: Spawner, tmp_path: Path, isolate: bool, content: bytes | None, mode: int, cwd: str, words: str
 ) -> None:
-    before = len(os.listdir("/proc/self/fd"))
+    program = tmp_path / "llama-cli"
+    if content:
+        program.write_bytes(content)
+        program.chmod(mode)
+    before = open_files()
     with pytest.raises(EngineError, match=words) as caught:
-        spawner.spawn(argv=argv, env={}, cwd=cwd, isolate=isolate)
-    assert argv[0] in str(caught.value)
-    assert len(os.listdir("/proc/self/fd")) == before
+        spawner.spawn(argv=[str(program)], env={}, cwd=cwd, isolate=isolate)
+    assert caught.value.where == str(program)
+    assert open_files() == before
 
 
-def test_spawn_of_another_machines_binary_tells_so(spawner: Spawner, tmp_path: Path) -> None:
-    (tmp_path / "llama-cli").write_bytes(b"\x7fELF\x02\x01\x01" + bytes(200))
-    (tmp_path / "llama-cli").chmod(0o755)
-    with pytest.raises(EngineError) as caught:
-        spawner.spawn(argv=[str(tmp_path / "llama-cli")], env={}, cwd="/", isolate=False)
-    assert "uname -m" in caught.value.hint
+def test_spawn_from_many_threads_gives_each_its_own_and_leaks_nothing(spawner: Spawner, launch: Launch) -> None:
+    def one(number: int) -> tuple[int | None, int | None]:
+        pair = [launch(program, isolate=bool(number % 2)) for program in (f"raise SystemExit({number})", HOLD)]
+        pair[0].wait_exit()
+        for process in pair:
+            process.close()
+        return pair[0].exit_code, pair[1].exit_code
 
-
-def test_spawn_of_a_binary_without_its_loader_tells_so(spawner: Spawner, tmp_path: Path) -> None:
-    (tmp_path / "llama-cli").write_text("#!/nowhere/loader\n")
-    (tmp_path / "llama-cli").chmod(0o755)
-    with pytest.raises(EngineError) as caught:
-        spawner.spawn(argv=[str(tmp_path / "llama-cli")], env={}, cwd="/", isolate=False)
-    assert "loader or interpreter" in caught.value.hint
-
-
-def test_spawn_from_many_threads_gives_each_its_own(launch: Launch) -> None:
-    found: dict[int, int] = {}
-
-    def one(number: int) -> None:
-        found[number] = launch(f"raise SystemExit({number})", isolate=bool(number % 2)).wait_exit()
-
-    threads = [threading.Thread(target=one, args=(n,)) for n in range(12)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(DEADLINE_S)
-    assert found == {n: n for n in range(12)}
-
-
-def test_spawn_and_close_many_times_leaks_nothing(spawner: Spawner, launch: Launch) -> None:
     launch("pass").close()
-    fds = [len(os.listdir(f"/proc/{pid}/fd")) for pid in ("self", spawner._pid)]
-    for number in range(20):
-        launch(HOLD, isolate=bool(number % 2)).close()
-    assert [len(os.listdir(f"/proc/{pid}/fd")) for pid in ("self", spawner._pid)] == fds
-    until(lambda: under_test._children(spawner._pid) == [], "the keepers are reaped")
-
-
-# What an engine is given.
+    before = open_files(), open_files(spawner._pid)
+    with ThreadPoolExecutor(12) as pool:
+        assert list(pool.map(one, range(12))) == [(number, -signal.SIGKILL) for number in range(12)]
+    until(lambda: shardbox._children(spawner._pid) == [], "the keepers are reaped")
+    assert (open_files(), open_files(spawner._pid)) == before
 
 
 def test_engine_gets_exactly_its_environment_folder_and_descriptors(
     launch: Launch, isolate: bool, tmp_path: Path
 ) -> None:
-    other = launch(HOLD, isolate=isolate)  # whose channels must not show up either
-    said(other, "up")
-    held_r, held_w = os.pipe()
-    os.set_inheritable(held_w, True)
-    signal.signal(signal.SIGUSR2, signal.SIG_IGN)
+    launch(HOLD, isolate=isolate, heard="up")  # another, whose channels must not show up either
+    held = os.pipe()
+    os.set_inheritable(held[1], True)
     env = {"A": "1", "LC_ALL": "C.UTF-8", "UMLAUT": "ä", "RAW": "\udcff"}
     process = launch(FACTS, isolate=isolate, env=env, cwd=str(tmp_path))
     facts = json.loads(said(process, "facts").partition("facts")[2])
-    signal.signal(signal.SIGUSR2, signal.SIG_DFL)
-    os.close(held_r)
-    os.close(held_w)
-    assert facts[0] == {name: os.fsencode(value).hex() for name, value in env.items()}
-    assert facts[1] == str(tmp_path)
-    links = facts[2]
+    for fd in held:
+        os.close(fd)
+    links = facts.pop("links")
     assert set(links) == {"0", "1", "2"}
-    assert links["0"] == os.devnull
-    assert links["1"] == links["2"]
-    assert links["1"].startswith("pipe:")
-    assert facts[3:5] == [[], True]
-    assert facts[5] == [os.getuid(), os.getgid()]
-    assert tuple(facts[6]) == resource.getrlimit(resource.RLIMIT_NOFILE)
-    assert re.search(r"SigIgn:\s*0000000001001000", facts[7])  # Python itself: SIGPIPE, SIGXFSZ
+    assert (links["0"], links["1"][:5], links["2"]) == (os.devnull, "pipe:", links["1"])
+    assert re.search(r"SigIgn:\s*0000000001001000", facts.pop("status"))  # Python itself: SIGPIPE, SIGXFSZ
+    assert facts == {
+        "env": {name: os.fsencode(value).hex() for name, value in env.items()},
+        "cwd": str(tmp_path),
+        "mask": [],
+        "session": 0,
+        "files": list(resource.getrlimit(resource.RLIMIT_NOFILE)),
+    }
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="needs root to become somebody with a supplementary group")
@@ -290,268 +243,193 @@ def test_engine_isolated_without_root_keeps_supplementary_groups(tmp_path: Path)
     os.chown(device, 0, 4242)
     for folder in [tmp_path, *tmp_path.parents][:3]:
         folder.chmod(0o755)
+    # It drops root after the imports, as this Python may be readable for root alone. 4: PR_SET_DUMPABLE, as after exec.
     node = (
-        "import os, sys; from engine import Spawner\n"
+        "import os, sys, ctypes; from shardbox import Spawner\n"
+        "os.setgroups([4242]); os.setgid(65534); os.setuid(65534); ctypes.CDLL(None).prctl(4, 1)\n"
         "s = Spawner.start()\n"
-        f"e = s.spawn(argv=['/bin/cat', {str(device)!r}], env={{}}, cwd='/', isolate=True)\n"
+        "e = s.spawn(argv=['/bin/cat', sys.argv[1]], env={}, cwd='/', isolate=True)\n"
         "print(os.getuid(), e.wait_exit(), os.read(e.output, 100).decode()); e.close(); s.close()"
     )
-    done = subprocess.run(
-        ["setpriv", "--reuid", "65534", "--regid", "65534", "--groups", "4242", sys.executable, "-c", node],
-        env={"PYTHONPATH": MODULE_DIR},
-        capture_output=True,
-        text=True,
-        timeout=DEADLINE_S,
-        check=False,
-    )
+    argv = [sys.executable, "-c", node, str(device)]
+    done = subprocess.run(argv, env=NODE_ENV, capture_output=True, text=True, timeout=DEADLINE_S, check=False)
     assert done.stdout.split() == ["65534", "0", "gpu"], done.stderr
 
 
-# Its network.
-
-
-def test_isolation_is_available_here_else_the_sentence_says_why() -> None:
-    assert isolation_problem() == ""
-
-
-def test_connect_reaches_a_port_that_the_engine_binds(launch: Launch, isolate: bool) -> None:
+def test_connect_reaches_what_the_engine_binds_and_nothing_else(launch: Launch, isolate: bool) -> None:
     port = free_port()
-    process = launch(SERVER, str(port), isolate=isolate)
-    said(process, "bound")
+    process = launch(SERVER, port, isolate=isolate, heard="up")
     with process.connect(port, 5.0) as client:
         assert client.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
         assert client.gettimeout() is None
         assert not client.get_inheritable()
         client.sendall(b"you")
         assert client.recv(100) == b"hello you"
-
-
-def test_connect_to_a_port_that_nobody_binds_is_refused(launch: Launch, isolate: bool) -> None:
-    process = launch(HOLD, isolate=isolate)
     with pytest.raises(ConnectionRefusedError):
         process.connect(free_port(), 5.0)
 
 
-def test_listen_is_reached_by_the_engine(launch: Launch, isolate: bool) -> None:
+def test_listen_is_reached_by_the_engine_and_shares_its_ports(launch: Launch, isolate: bool) -> None:
     dial = (
-        "import socket, sys; sys.stdout.write('ready\\n'); sys.stdout.flush(); import time\n"
+        "import socket, sys, time; print('up', flush=True)\n"
         "while True:\n"
         "    try: s = socket.create_connection(('127.0.0.1', int(sys.argv[1]))); break\n"
         "    except ConnectionRefusedError: time.sleep(0.01)\n"
-        "s.sendall(b'from inside'); print(s.recv(10).decode(), flush=True)"
+        "s.sendall(b'from inside'); print(s.recv(10).decode(), flush=True)\n"
     )
-    port = free_port()
-    process = launch(dial, str(port), isolate=isolate)
-    said(process, "ready")
+    port, taken = free_port(), free_port()
+    process = launch(dial + SERVER.replace("argv[1]", "argv[2]"), port, taken, isolate=isolate, heard="up")
     with process.listen(port) as listener:
         listener.settimeout(DEADLINE_S)
         with listener.accept()[0] as client:
             client.settimeout(DEADLINE_S)
             assert client.recv(11) == b"from inside"
             client.sendall(b"thanks")
-            said(process, "thanks")
-    assert process.wait_exit() == 0
-
-
-def test_listen_on_the_engines_own_port_passes_eaddrinuse_and_frees_it_on_close(launch: Launch, isolate: bool) -> None:
-    port = free_port()
-    process = launch(SERVER, str(port), isolate=isolate)
-    said(process, "bound")
+            said(process, "thanks(.|\n)*up")
+    process.listen(port).close()  # the port is free again
     with pytest.raises(OSError, match="in use") as caught:
-        process.listen(port)
+        process.listen(taken)
     assert caught.value.errno == errno.EADDRINUSE
-    other = free_port()
-    process.listen(other).close()
-    process.listen(other).close()
 
 
-def test_isolated_engine_on_every_address_cannot_be_reached_from_the_host(launch: Launch) -> None:
+def test_isolated_engines_bind_one_port_on_every_address_and_the_host_reaches_none(launch: Launch) -> None:
+    assert shardbox.isolation_problem() == ""
     port = free_port()
-    process = launch(SERVER, str(port), isolate=True)
-    said(process, "bound")
-    with pytest.raises(ConnectionRefusedError):
-        socket.create_connection(("127.0.0.1", port), 5.0)
-    with process.listen(port + 1), pytest.raises(ConnectionRefusedError):
-        socket.create_connection(("127.0.0.1", port + 1), 5.0)
-    control = launch(SERVER, str(port), isolate=False)  # the same engine, not isolated, can be reached
-    said(control, "bound")
-    socket.create_connection(("127.0.0.1", port), 5.0).close()
-
-
-def test_isolated_engines_may_bind_the_same_port(launch: Launch) -> None:
-    port = free_port()
-    pair = [launch(SERVER, str(port), isolate=True) for _ in range(2)]
-    for process in pair:
-        said(process, "bound")
+    pair = [launch(SERVER, port, isolate=True, heard="up") for _ in range(2)]
     for process in pair:
         with process.connect(port, 5.0) as client:
             client.sendall(b"both")
             assert client.recv(100) == b"hello both"
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection(("127.0.0.1", port), 5.0)
+    with pair[0].listen(port + 1), pytest.raises(ConnectionRefusedError):
+        socket.create_connection(("127.0.0.1", port + 1), 5.0)
+    launch(SERVER, port, isolate=False, heard="up")  # the same engine, not isolated, can be reached
+    socket.create_connection(("127.0.0.1", port), 5.0).close()
 
 
-def test_bound_ports_are_those_of_this_engine_only(launch: Launch, isolate: bool) -> None:
+def test_bound_ports_are_those_of_this_engine_and_its_children_only(launch: Launch, isolate: bool) -> None:
     port = free_port()
-    process = launch(HOLD, isolate=isolate)
-    said(process, "up")
-    assert process.bound_ports() == frozenset()
-    server = launch(SERVER, str(port), isolate=isolate)
-    until(lambda: server.bound_ports() == {port}, "its port shows")
-    other = free_port()
-    with server.listen(other):  # ours, though in the engine's network
-        assert server.bound_ports() == {port}
-        assert process.bound_ports() == frozenset()
+    other = launch(HOLD, isolate=isolate, heard="up")
+    wrapper = "import subprocess, sys; subprocess.run([sys.executable, '-c', *sys.argv[1:]])"
+    process = launch(wrapper, SERVER, port, isolate=isolate, heard="up")
+    with process.listen(free_port()):  # ours, though in the engine's network
+        assert process.bound_ports() == {port}
+        assert other.bound_ports() == frozenset()
 
 
-def test_bound_ports_see_a_wrappers_child(launch: Launch, isolate: bool) -> None:
-    port = free_port()
-    wrapper = "import subprocess, sys; subprocess.run([sys.executable, '-c', sys.argv[1], sys.argv[2]])"
-    process = launch(wrapper, SERVER, str(port), isolate=isolate)
-    said(process, "bound")
-    assert process.bound_ports() == {port}
-
-
-def test_usage_grows_with_work(launch: Launch, isolate: bool) -> None:
-    process = launch(
-        "keep = bytearray(50 << 20)\nkeep[::4096] = b'x' * len(keep[::4096])\nprint('up', flush=True)\n"
-        "while True: pass",
-        isolate=isolate,
+def test_bound_ports_are_found_in_a_table_of_more_than_a_mebibyte(launch: Launch) -> None:
+    many = (
+        "import socket, signal\n"
+        "kept = [socket.create_server(('127.0.0.1', 2000 + n), backlog=64) for n in range(400)]\n"
+        "kept += [socket.create_connection(s.getsockname()) for s in kept for _ in range(9)]\n"
+        "print('up', flush=True); signal.pause()"
     )
-    said(process, "up")
+    process = launch(many, isolate=True, heard="up")
+    assert Path(f"/proc/{process.pid}/net/tcp").read_bytes()[1 << 20 :]
+    assert process.bound_ports() == set(range(2000, 2400))
+
+
+def test_usage_counts_cpu_reads_and_as_anonymous_only_what_no_file_backs(
+    launch: Launch, tmp_path: Path, isolate: bool
+) -> None:
+    model = tmp_path / "model.gguf"
+    model.write_bytes(os.urandom(64 << 20))
+    with model.open("rb") as file:
+        os.fsync(file.fileno())
+        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+    work = (
+        "import sys, mmap; f = open(sys.argv[1], 'rb'); m = mmap.mmap(f.fileno(), 0, prot=mmap.PROT_READ)\n"
+        "sum(m[i] for i in range(0, len(m), 4096)); keep = bytearray(b'x') * (50 << 20)\n"
+    )
+    process = launch(work + SPIN, model, isolate=isolate, heard="up")
     first = process.usage()
-    assert first.rss_bytes > 50 << 20
-    assert 0 < first.rss_bytes < 500 << 20
+    assert first.read_bytes >= 64 << 20
+    assert 50 << 20 < first.anon_bytes < 90 << 20
+    assert 114 << 20 < first.rss_bytes < 180 << 20
     until(lambda: process.usage().cpu_s > first.cpu_s + 0.05, "CPU time grows")
 
 
-def test_usage_counts_reads_from_storage(launch: Launch, tmp_path: Path, isolate: bool) -> None:
-    data = tmp_path / "model.gguf"
-    data.write_bytes(os.urandom(4 << 20))
-    with data.open("rb") as file:
-        os.fsync(file.fileno())
-        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-    process = launch(
-        "import sys, mmap; f = open(sys.argv[1], 'rb'); m = mmap.mmap(f.fileno(), 0, prot=mmap.PROT_READ)\n"
-        "sum(m[i] for i in range(0, len(m), 4096)); print('read', flush=True); import signal; signal.pause()",
-        str(data),
-        isolate=isolate,
-    )
-    said(process, "read")
-    assert process.usage().read_bytes >= 4 << 20
-
-
-# Nothing survives.
-
-
-def test_close_leaves_nothing_of_a_stubborn_engine(launch: Launch, isolate: bool) -> None:
-    for args in ((), ("orphan",)):
-        process = launch(STUBBORN, *args, isolate=isolate)
-        pids = [int(pid) for pid in said(process, "family").split()[1:]]
-        assert len(pids) == 3
-        process.signal(signal.SIGTERM)
-        assert alive(pids[0])
-        assert alive(pids[2])
+@pytest.mark.parametrize("shape", ["", "orphan"])
+@pytest.mark.parametrize("how", ["close", "engine killed", "keeper killed"])
+def test_end_of_a_stubborn_engine_leaves_nothing_of_it(launch: Launch, isolate: bool, shape: str, how: str) -> None:
+    process = launch(STUBBORN, shape, isolate=isolate)
+    pids = [int(pid) for pid in said(process, "family").split()[1:]]
+    process.signal(signal.SIGTERM)
+    assert len(pids) == 3
+    assert [alive(pid) for pid in pids] == [True, not shape, True]
+    if how == "close":
         process.close()
-        assert process.exit_code == -signal.SIGKILL
-        assert not [pid for pid in pids if alive(pid)]
         process.close()
-
-
-def test_exit_of_an_engine_takes_what_it_has_forked(launch: Launch, isolate: bool) -> None:
-    process = launch(STUBBORN, isolate=isolate)
-    pids = [int(pid) for pid in said(process, "family").split()[1:]]
-    os.kill(pids[0], signal.SIGKILL)
+    else:
+        os.kill(pids[0] if how == "engine killed" else process._keeper, signal.SIGKILL)
     assert process.wait_exit() == -signal.SIGKILL
-    assert not [pid for pid in pids if alive(pid)]
-    assert drain(process) == ""  # nobody holds the pipe
-
-
-def test_kill_of_a_keeper_takes_engine_and_orphans(launch: Launch, isolate: bool) -> None:
-    process = launch(STUBBORN, isolate=isolate)
-    pids = [int(pid) for pid in said(process, "family").split()[1:]]
-    os.kill(process._keeper, signal.SIGKILL)
-    assert process.wait_exit() == -signal.SIGKILL
-    until(lambda: not any(map(alive, pids)), f"{pids} end")
-
-
-def test_kill_of_spawner_and_hung_keeper_takes_the_engine(isolate: bool) -> None:
-    spawner = Spawner.start()
-    process = spawner.spawn(argv=[sys.executable, "-c", STUBBORN], env={}, cwd="/", isolate=isolate)
-    pids = [int(pid) for pid in said(process, "family").split()[1:]]
-    for pid in pids[1:]:
-        os.kill(pid, signal.SIGKILL)
-    os.kill(process._keeper, signal.SIGSTOP)  # it cannot act any more: only the kernel is left
-    os.kill(spawner._pid, signal.SIGKILL)
-    os.kill(process._keeper, signal.SIGKILL)
-    assert process.wait_exit() == -signal.SIGKILL
-    until(lambda: not alive(process.pid), "the engine ends")
-    process.close()
-    spawner.close()
+    if how == "keeper killed":  # then nobody is left to report their end
+        until(lambda: not any(map(alive, pids)), f"{pids} end")
+    assert not any(map(alive, pids))
 
 
 def test_helpers_ignore_the_terminals_and_the_service_managers_signals(spawner: Spawner, launch: Launch) -> None:
-    process = launch(HOLD, isolate=True)
-    said(process, "up")
-    for pid in (spawner._pid, process._keeper):
+    process = launch(HOLD, isolate=True, heard="up")
+    for pid, name in (spawner._pid, "sb-spawner"), (process._keeper, "sb-keeper"):
         assert os.getsid(pid) != os.getsid(0)
-        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):
+        assert Path(f"/proc/{pid}/comm").read_text().strip() == name
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1):
             os.kill(pid, number)
     process.listen(4000).close()
     assert launch("pass").wait_exit() == 0
-    names = {Path(f"/proc/{pid}/comm").read_text().strip() for pid in (spawner._pid, process._keeper)}
-    assert names == {"sb-spawner", "sb-keeper"}
 
 
-@pytest.mark.parametrize("victim", ["node", "spawner", "node-term"])
-def test_kill_of_node_or_spawner_leaves_no_process(victim: str) -> None:
-    node = subprocess.Popen(
-        [sys.executable, "-c", NODE, STUBBORN], env={"PYTHONPATH": MODULE_DIR}, stdout=subprocess.PIPE, text=True
-    )
-    try:
+@pytest.mark.parametrize(
+    "blows",
+    [
+        [("node", signal.SIGKILL)],
+        [("node", signal.SIGTERM)],
+        [("spawner", signal.SIGKILL)],
+        [("keeper", signal.SIGSTOP), ("node", signal.SIGKILL)],
+        # `killall -9 shardbox`: engines are left to the kernel; what moved out of their session ends otherwise here
+        [("child", signal.SIGKILL), ("node", signal.SIGSTOP), ("spawner", signal.SIGSTOP), ("keeper", signal.SIGKILL)],
+    ],
+    ids=lambda blows: " ".join(f"{who}-{number.name}" for who, number in blows),
+)
+def test_kill_of_the_node_or_its_helpers_leaves_no_process(blows: list[tuple[str, signal.Signals]]) -> None:
+    argv = [sys.executable, "-c", NODE, STUBBORN]
+    with subprocess.Popen(argv, env=NODE_ENV, stdout=subprocess.PIPE, text=True) as node:
         assert node.stdout is not None
         groups = json.loads(node.stdout.readline())
-        pids = sorted({pid for group in groups for pid in group})
-        assert len(pids) == 1 + 2 * 4
-        assert all(map(alive, pids))
-        number = signal.SIGTERM if victim == "node-term" else signal.SIGKILL
-        os.kill(groups[0][0] if victim == "spawner" else node.pid, number)
-        until(lambda: not any(map(alive, pids)), f"{pids} end")
-    finally:
-        node.kill()
-        node.wait(DEADLINE_S)
-        if node.stdout is not None:
-            node.stdout.close()
+        pids = {"node": [node.pid], "spawner": [groups[0][0]], "keeper": [group[1] for group in groups]}
+        pids |= {"engine": [group[2] for group in groups], "child": [pid for group in groups for pid in group[3:]]}
+        try:
+            assert all(alive(pid) for who in pids.values() for pid in who)
+            for who, number in blows:
+                for pid in pids[who]:
+                    os.kill(pid, number)
+            until(lambda: not any(map(alive, pids["engine"] + pids["child"])), "the engines end")
+        finally:
+            node.kill()
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pids["spawner"][0], signal.SIGCONT)
+        until(lambda: not any(map(alive, pids["spawner"] + pids["keeper"])), "the helpers end")
 
 
 def test_close_of_the_spawner_stops_engines_and_further_spawns_say_so() -> None:
-    spawner = Spawner.start()
-    pid = spawner._pid
-    process = spawner.spawn(argv=[sys.executable, "-c", HOLD], env={}, cwd="/", isolate=True)
-    spawner.close()
-    spawner.close()
-    assert process.wait_exit() == -signal.SIGKILL
-    assert not alive(process.pid)
-    assert not alive(pid)
-    process.close()
-    with pytest.raises(EngineError):
-        spawner.spawn(argv=[sys.executable], env={}, cwd="/", isolate=False)
-
-
-def test_spawn_after_the_spawner_was_killed_raises_engine_error() -> None:
-    spawner = Spawner.start()
-    os.kill(spawner._pid, signal.SIGKILL)
-    with pytest.raises(EngineError):
-        spawner.spawn(argv=[sys.executable], env={}, cwd="/", isolate=False)
-    spawner.close()
-
-
-# Leftovers.
+    for end in (Spawner.close, lambda spawner: os.kill(spawner._pid, signal.SIGKILL)):
+        spawner = Spawner.start()
+        process = spawner.spawn(argv=[sys.executable, "-c", HOLD], env={}, cwd="/", isolate=True)
+        end(spawner)
+        assert process.wait_exit() == -signal.SIGKILL
+        process.close()
+        with pytest.raises(EngineError):
+            spawner.spawn(argv=[sys.executable], env={}, cwd="/", isolate=False)
+        spawner.close()
+        spawner.close()
+        assert not alive(spawner._pid)
 
 
 def test_stop_leftover_kills_only_the_process_it_was_told_of() -> None:
     with subprocess.Popen([sys.executable, "-c", "import signal; signal.pause()"], start_new_session=True) as stranger:
         identity = process_identity(stranger.pid)
         assert re.fullmatch(r"[0-9a-f-]{36}:\d+", identity)
-        assert process_identity(stranger.pid) == identity
         assert not stop_leftover(stranger.pid, "")
         assert not stop_leftover(stranger.pid, identity + "1")
         assert stranger.poll() is None
@@ -561,120 +439,60 @@ def test_stop_leftover_kills_only_the_process_it_was_told_of() -> None:
         assert not stop_leftover(stranger.pid, identity)
 
 
-# Output.
-
-
-@pytest.fixture
-def pipe() -> Iterator[tuple[int, int]]:
+def logged(path: Path, sent: bytes, **how: int) -> CappedLog:
+    """A log that was given all of `sent` and closed."""
     read_end, write_end = os.pipe()
-    yield read_end, write_end
+    log = CappedLog(str(path), read_end, **how)
+    for at in range(0, len(sent), 7777):
+        os.write(write_end, sent[at : at + 7777])
     for fd in (read_end, write_end):
-        with contextlib.suppress(OSError):
-            os.close(fd)
-
-
-def test_log_keeps_two_capped_files_and_the_last_lines(tmp_path: Path, pipe: tuple[int, int]) -> None:
-    path = tmp_path / "engine.log"
-    path.write_text("previous run")
-    log = CappedLog(str(path), pipe[0], cap_bytes=1000)
-    assert (tmp_path / "engine.log.1").read_text() == "previous run"
-    for number in range(1000):
-        os.write(pipe[1], b"line %d\n" % number)
-    os.write(pipe[1], b"unfinished")
+        os.close(fd)
     log.close()
     log.close()
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["engine.log", "engine.log.1"]
-    assert (tmp_path / "engine.log.1").stat().st_size == 1000
-    assert path.stat().st_size <= 1000
-    text = (tmp_path / "engine.log.1").read_text() + path.read_text()
-    assert "".join(f"line {n}\n" for n in range(1000)).endswith(text.removesuffix("unfinished"))
-    assert log.tail(3) == ["line 998", "line 999", "unfinished"]
-    assert len(log.tail(1000)) == 201
-    assert log.tail(0) == []
-    assert (log.problem, log.lost_bytes) == ("", 0)
+    return log
+
+
+def test_log_keeps_two_capped_files_and_the_last_lines(tmp_path: Path) -> None:
+    path, old = tmp_path / "engine.log", tmp_path / "engine.log.1"
+    logged(path, b"previous run")
+    sent = b"".join(b"line %d\n" % number for number in range(50_000)) + b"unfinished \xff\x1b"
+    log = logged(path, sent, cap_bytes=100_000)
+    assert sorted(tmp_path.iterdir()) == [path, old]
+    assert max(path.stat().st_size, old.stat().st_size) <= 100_000
+    kept = old.read_bytes() + path.read_bytes()
+    assert len(kept) > 30_000
+    assert sent.endswith(kept)
+    assert log.tail(3) == ["line 49998", "line 49999", "unfinished \ufffd?"]
+    assert (len(log.tail(1000)), log.tail(0), log.problem) == (1000, [], "")
     assert path.stat().st_mode & 0o077 == 0
 
 
-def test_log_of_garbage_gives_printable_short_lines(tmp_path: Path, pipe: tuple[int, int]) -> None:
-    log = CappedLog(str(tmp_path / "log"), pipe[0])
-    sent = (
-        b"\x1b[31mred\x1b[0m\tb\x07ell\x9b\xff\r\n"
-        + b"x" * 10_000
-        + b"\n"
-        + "ä".encode() * 5000
-        + b"\n"
-        + bytes(range(256))
-    )
-    os.write(pipe[1], sent)
-    log.close()
-    lines = log.tail(9)
-    assert lines[0] == "red bell\ufffd\ufffd"
-    assert lines[1] == "x" * 4000
-    assert lines[2] == "ä" * 4000
-    assert all(char.isprintable() for line in lines for char in line)
-    assert (tmp_path / "log").read_bytes() == sent
-
-
-def test_log_on_a_full_disk_reads_on_and_says_so(pipe: tuple[int, int]) -> None:
-    log = CappedLog("/dev/full", pipe[0])
-    for _ in range(100):
-        os.write(pipe[1], b"y" * 65535 + b"\n")
-    log.close()
+def test_log_on_a_full_disk_reads_on_and_says_so(tmp_path: Path) -> None:
+    (tmp_path / "log").symlink_to("/dev/full")
+    (tmp_path / "log.1" / "in the way").mkdir(parents=True)
+    log = logged(tmp_path / "log", b"first\n" + b"y" * 5_000_000)
     assert "No space left" in log.problem
-    assert log.lost_bytes == 100 * 65536
     assert log.tail(1) == ["y" * 4000]
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="needs root to mount; /dev/full is tried by everybody")
-def test_log_on_a_disk_that_fills_and_frees_goes_on(tmp_path: Path, pipe: tuple[int, int]) -> None:
-    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", str(tmp_path)], check=True)
-    try:
-        (tmp_path / "other").write_bytes(b"z" * 40_000)
-        log = CappedLog(str(tmp_path / "log"), pipe[0])
-        os.write(pipe[1], b"a" * 60_000)
-        until(lambda: log.problem != "", "the full disk is noticed")
-        assert "No space left" in log.problem
-        assert 0 < log.lost_bytes < 60_000
-        (tmp_path / "other").unlink()
-        os.write(pipe[1], b"b" * 10_000)
-        log.close()
-        assert (tmp_path / "log").read_bytes().endswith(b"b" * 10_000)
-    finally:
-        subprocess.run(["umount", str(tmp_path)], check=True)
-
-
-def test_log_whose_folder_is_missing_reads_on_and_appears_with_it(tmp_path: Path, pipe: tuple[int, int]) -> None:
-    log = CappedLog(str(tmp_path / "gone" / "log"), pipe[0])
-    os.write(pipe[1], b"one\n")
-    until(lambda: log.tail(1) == ["one"], "it reads")
-    until(lambda: log.lost_bytes == 4, "the loss is counted")
+def test_log_whose_folder_is_missing_appears_with_it(launch: Launch, tmp_path: Path) -> None:
+    process = launch("import os\nwhile True: os.write(1, b'forever\\n')")
+    path = tmp_path / "gone" / "log"
+    log = CappedLog(str(path), process.output)
+    until(lambda: log.tail(1) != [], "it reads")
     assert "No such file" in log.problem
-    (tmp_path / "gone").mkdir()
-    os.write(pipe[1], b"two\n")
-    log.close()
-    assert (tmp_path / "gone" / "log").read_text() == "two\n"
+    path.parent.mkdir()
+    until(lambda: path.exists() and path.stat().st_size > 0, "it writes")
+    log.close()  # ends though the engine goes on
+    until(lambda: not log._thread.is_alive(), "the thread ends")
 
 
-def test_log_takes_a_storm_of_100_mb_without_holding_up_the_engine(
-    launch: Launch, tmp_path: Path, isolate: bool
-) -> None:
+def test_log_takes_a_storm_of_100_mb_without_holding_up_the_engine(launch: Launch, tmp_path: Path) -> None:
     storm = "import os\nfor _ in range(1600): os.write(1, (b'w' * 99 + b'\\n') * 625)\nos.write(1, b'last')"
-    process = launch(storm, isolate=isolate)
+    process = launch(storm)
     log = CappedLog(str(tmp_path / "log"), process.output, cap_bytes=1 << 20)
-    started = time.monotonic()
     assert process.wait_exit() == 0
-    assert time.monotonic() - started < DEADLINE_S
     process.close()
     log.close()
     assert log.tail(2) == ["w" * 99, "last"]
     assert sum(p.stat().st_size for p in tmp_path.iterdir()) <= 2 << 20
-
-
-def test_log_close_while_the_engine_goes_on_ends_anyway(launch: Launch, tmp_path: Path) -> None:
-    process = launch("import os\nwhile True: os.write(1, b'forever\\n')")
-    log = CappedLog(str(tmp_path / "log"), process.output)
-    until(lambda: log.tail(1) != [], "it writes")
-    closer = threading.Thread(target=log.close)
-    closer.start()
-    closer.join(DEADLINE_S)
-    assert not closer.is_alive()
