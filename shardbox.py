@@ -69,7 +69,17 @@ import urllib.parse
 import uuid
 import zlib
 from collections import Counter, deque
-from collections.abc import AsyncIterator, Awaitable, Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import (
+    AsyncIterator,
+    Awaitable,
+    Callable,
+    Coroutine,
+    Generator,
+    Iterable,
+    Iterator,
+    Mapping,
+    Sequence,
+)
 from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -5565,6 +5575,13 @@ class Peers:
         await asyncio.gather(*self._tasks.values(), return_exceptions=True)
 
 
+async def gather_all(actions: Iterable[Awaitable[None]]) -> None:
+    """All at once; raises the first failure, after every one has ended."""
+    for result in await asyncio.gather(*actions, return_exceptions=True):
+        if isinstance(result, BaseException):
+            raise result
+
+
 @dataclass(slots=True, kw_only=True)
 class RankRun:
     """This node's part in one ring, from its lease to its end."""
@@ -5581,7 +5598,9 @@ class RankRun:
     isolation_problem: str = ""
     bound: asyncio.Event = dataclasses.field(default_factory=asyncio.Event)
     exited: asyncio.Event = dataclasses.field(default_factory=asyncio.Event)
-    tasks: list[asyncio.Task[None]] = dataclasses.field(default_factory=list)
+    starting: asyncio.Task[None] | None = None
+    ending: asyncio.Task[None] | None = None
+    tasks: list[asyncio.Task[None]] = dataclasses.field(default_factory=list)  # end with the run
     wires: list[tuple[Route, Wire, WireStats]] = dataclasses.field(default_factory=list)
     inbound: dict[str, WireStats] = dataclasses.field(default_factory=dict)
     session: aiohttp.ClientSession | None = None  # to the engine's HTTP; leaders only
@@ -5605,6 +5624,7 @@ class RankHost:
     ) -> None:
         self.runs: dict[str, RankRun] = {}
         self.exits: collections.deque[str] = collections.deque(maxlen=8)
+        self._explaining: set[asyncio.Task[None]] = set()
         self._claims: dict[str, Lease] = {}  # which proposer may form a ring now, by model
         self._config = config
         self._name = name
@@ -5640,7 +5660,7 @@ class RankHost:
         self._claims[plan.model] = lend(claim if claim and claim.proposer != proposer else None)
         mine, held = plan.rank_of(self._name), self.runs.get(plan.model)
         if mine is None:  # a consent: nobody else will be granted this model while the ring forms
-            if held and held.phase != "stopping" and held.lease.proposer != proposer:
+            if held and held.ending is None and held.lease.proposer != proposer:
                 raise PlanError(f"{self._name} is in a ring of {held.lease.proposer}", where=f"model {plan.model}")
             return
         if held and held.lease.proposer == proposer and held.lease.generation != generation:
@@ -5700,15 +5720,21 @@ class RankHost:
     async def launch(self, model: str, generation: str) -> None:
         """Start the engine and open its wires as the far ranks come up. Raises ShardboxError."""
         run = self.get(model, generation)
-        if run.phase != "prepared":
-            return
-        run.phase = "starting"
+        if run.starting is None and run.ending is None:
+            run.phase = "starting"
+            run.starting = asyncio.get_running_loop().create_task(self._start(run))
+        if run.starting is not None:
+            await asyncio.shield(run.starting)  # a caller that goes away must not leave half a start
+
+    async def _start(self, run: RankRun) -> None:
         await self._start_engine(run)
         assert run.engine is not None
-        threading.Thread(
-            target=self._wait_exit, args=(run, asyncio.get_running_loop()), daemon=True, name=f"exit-{run.engine.pid}"
-        ).start()
-        create = asyncio.get_running_loop().create_task
+        loop = asyncio.get_running_loop()
+        name = f"exit-{run.engine.pid}"
+        threading.Thread(target=self._wait_exit, args=(run, loop), daemon=True, name=name).start()
+        if run.ending is not None:
+            return
+        create = loop.create_task
         run.tasks.append(create(self._watch_bound(run)))
         for node in sorted({route.node for route in run.wiring.routes}):
             run.tasks.append(create(self._open_wires(run, node)))
@@ -5772,7 +5798,8 @@ class RankHost:
         if run.phase == "stopping":
             return
         run.phase = "exited"
-        asyncio.get_running_loop().create_task(self._explain_exit(run, code))
+        self._explaining.add(task := asyncio.get_running_loop().create_task(self._explain_exit(run, code)))
+        task.add_done_callback(self._explaining.discard)
 
     async def _explain_exit(self, run: RankRun, code: int) -> None:
         """Let the last output arrive, then say what happened."""
@@ -5807,15 +5834,8 @@ class RankHost:
             if route.node == node and run.engine is not None and not run.exited.is_set():
                 listener = await loop.run_in_executor(self._pool, run.engine.listen, route.port)
                 stats = WireStats()
-                service = "/".join(
-                    (
-                        route.kind,
-                        urllib.parse.quote(run.plan.model, safe=""),
-                        run.lease.generation,
-                        str(run.rank),
-                        str(route.rank),
-                    )
-                )
+                model = urllib.parse.quote(run.plan.model, safe="")
+                service = f"{route.kind}/{model}/{run.lease.generation}/{run.rank}/{route.rank}"
                 wire = Wire(
                     listener=listener,
                     dial=functools.partial(self._dial, node, service),
@@ -5833,12 +5853,11 @@ class RankHost:
 
     def open_service(self, peer: str, service: str) -> tuple[socket.socket, WireStats]:
         """The engine's side of a wire that `peer` dialled; in a mesh thread. Raises MeshError to refuse."""
-        kind, _, rest = service.partition("/")
-        parts = rest.split("/")
-        if kind not in ("data", "signal") or len(parts) != 4 or not (parts[2] + parts[3]).isdigit():
+        parts = re.fullmatch(r"(data|signal)/([^/]{1,384})/([0-9a-f]{16})/([0-9]{1,2})/([0-9]{1,2})", service)
+        if parts is None:
             raise MeshError("no such service", kind="refused")
-        model, generation, source, target = (urllib.parse.unquote(parts[0]), parts[1], int(parts[2]), int(parts[3]))
-        run = self.runs.get(model)
+        kind, generation, source, target = parts[1], parts[3], int(parts[4]), int(parts[5])
+        run = self.runs.get(urllib.parse.unquote(parts[2]))
         if run is None or run.lease.generation != generation or run.engine is None or run.exited.is_set():
             raise MeshError("no rank under this generation", kind="refused")
         if target != run.rank or source >= run.plan.world or run.plan.ranks[source].node != peer:
@@ -5850,18 +5869,25 @@ class RankHost:
     async def release(self, model: str, generation: str, *, orderly: bool) -> None:
         """Stop this rank's engine and take its wires down; it is gone when this returns. Idempotent."""
         run = self.runs.get(model)
-        if run is None or run.lease.generation != generation or run.phase == "stopping":
+        if run is None or run.lease.generation != generation:
             return
-        run.phase = "stopping"
+        if run.ending is None:
+            run.phase = "stopping"
+            run.ending = asyncio.get_running_loop().create_task(self._end(run, orderly))
+        await asyncio.shield(run.ending)
+
+    async def _end(self, run: RankRun, orderly: bool) -> None:
         for task in run.tasks:
             task.cancel()
+        if run.starting is not None:
+            await asyncio.wait({run.starting})
         if run.engine is not None and not run.exited.is_set():
             await self._end_engine(run, orderly)
         await asyncio.get_running_loop().run_in_executor(self._pool, self._tear_down, run)
         if run.session is not None:
             await run.session.close()
-        if self.runs.get(model) is run:
-            del self.runs[model]
+        if self.runs.get(run.plan.model) is run:
+            del self.runs[run.plan.model]
         self._record()
 
     async def _end_engine(self, run: RankRun, orderly: bool) -> None:
@@ -5907,13 +5933,11 @@ class RankHost:
 
     async def reap(self) -> None:
         """Stop what no proposer has asked about for LEASE_S."""
-        now = time.monotonic()
-        for model, run in list(self.runs.items()):
-            if run.lease.expires < now and run.phase != "stopping":
-                log.warning(
-                    "model %s: nothing heard from %s for %.0f s: this rank stops", model, run.lease.proposer, LEASE_S
-                )
-                await self.release(model, run.lease.generation, orderly=False)
+        late = [run for run in self.runs.values() if run.lease.expires < time.monotonic() and run.ending is None]
+        for run in late:
+            model, proposer = run.plan.model, run.lease.proposer
+            log.warning("model %s: nothing heard from %s for %.0f s: this rank stops", model, proposer, LEASE_S)
+        await gather_all(self.release(run.plan.model, run.lease.generation, orderly=False) for run in late)
 
     async def close(self) -> None:
         """Stop everything that runs here."""
@@ -5969,13 +5993,6 @@ class RankHost:
             write_atomic(os.path.join(self._folder, "engines.json"), json.dumps(running).encode())
         except OSError as error:
             log.warning("cannot record running engines: %s", error)
-
-
-async def gather_all(actions: Iterable[Awaitable[None]]) -> None:
-    """All at once; raises the first failure, after every one has ended."""
-    for result in await asyncio.gather(*actions, return_exceptions=True):
-        if isinstance(result, BaseException):
-            raise result
 
 
 class Rings:
@@ -6429,9 +6446,12 @@ class Node:
     def _tell_news(self, ring: Ring) -> None:
         """A ring changed its phase: the others should not learn it only at their next question."""
         for peer in self.peers.live():
-            task = asyncio.get_running_loop().create_task(self._tell(peer.name))
-            self._telling.add(task)
-            task.add_done_callback(self._telling.discard)
+            self._background(self._tell(peer.name))
+
+    def _background(self, work: Coroutine[Any, Any, None]) -> None:
+        """Run it beside everything else; it handles its own failures."""
+        self._telling.add(task := asyncio.get_running_loop().create_task(work))
+        task.add_done_callback(self._telling.discard)
 
     async def _tell(self, name: str) -> None:
         with contextlib.suppress(ShardboxError):  # it asks by itself within POLL_S
@@ -6533,8 +6553,7 @@ class Node:
             self.rings.post(model, Event(kind="trouble", generation=generation, reason=text))
             return
         body = {"model": model, "generation": generation, "reason": text}
-        task = asyncio.get_running_loop().create_task(self._report(run.lease.proposer, body))
-        run.tasks.append(task)
+        self._background(self._report(run.lease.proposer, body))
 
     async def _report(self, proposer: str, body: dict[str, str]) -> None:
         try:
@@ -6765,7 +6784,7 @@ class Node:
         while True:
             self.peers.refresh()
             self.tick_rings()
-            await self.host.reap()
+            self._background(self.host.reap())
             await asyncio.sleep(0.5)
 
     async def _survey_loop(self) -> None:
