@@ -51,7 +51,7 @@ fault: venv ## every fault, against the rehearsal engine in network namespaces (
 	$(BIN)/pytest $(TEST_ARGS) tests/fault
 
 bench: venv ## measurements of speed and memory
-	$(BIN)/python tests/bench.py
+	PYTHONPATH=. $(BIN)/python tests/bench.py
 
 lock: venv ## pin the newest versions again, with hashes
 	$(BIN)/pip install --quiet pip-tools
