@@ -49,7 +49,6 @@ import logging
 import math
 import os
 import platform
-import queue
 import random
 import re
 import secrets
@@ -67,8 +66,8 @@ import types
 import typing
 import urllib.parse
 import uuid
-import zlib
 from collections import Counter, deque
+<<<<<<< HEAD
 from collections.abc import (
     AsyncIterator,
     Awaitable,
@@ -80,9 +79,11 @@ from collections.abc import (
     Mapping,
     Sequence,
 )
+=======
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
+>>>>>>> trim-rehearsal
 from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from io import BufferedReader
 from typing import TYPE_CHECKING, Any, BinaryIO, NamedTuple, TypeVar
 
@@ -4701,34 +4702,18 @@ class CappedLog:
 
 RehearsalHook = Callable[[str, int], None]
 
-REHEARSAL_DEFAULT_TOKENS = 64  # the longest answer to a request that sets no limit
 REHEARSAL_STOP_LINGER_MS = 1000  # bounds how long a rank that leaves waits for its successor to take the STOP
-REHEARSAL_POLL_S = 0.1  # bounds how late a stop signal, or a waiting client that went away, is noticed
-REHEARSAL_FLAGS = {
-    "-m": "model",
-    "--model": "model",
-    "-c": "context",
-    "--ctx-size": "context",
-    "-np": "slots",
-    "--parallel": "slots",
-    "--host": "host",
-    "--port": "port",
-    "--world": "world",
-    "--rank": "rank",
-    "--master": "master",
-    "--next": "next",
-    "--data-port": "data_port",
-    "--signal-port": "signal_port",
-    "-lw": "layer_window",
-    "--layer-window": "layer_window",
-    "--n-layer-window": "layer_window",
-    "-b": "batch",
-    "--batch-size": "batch",
-    "-ub": "ubatch",
-    "--ubatch-size": "ubatch",
+REHEARSAL_CANCEL_S = 0.1  # bounds, twice, how long answers that are under way delay a stop
+REHEARSAL_FLAGS = {"-c": "context", "-np": "slots", "-b": "batch", "-ub": "ubatch", "-lw": "windows"} | {
+    f"--{name.replace('_', '-')}": name
+    for name in ("host", "port", "world", "rank", "master", "next", "data_port", "signal_port")
 }
-REHEARSAL_TEXTS = ("model", "host", "master", "next", "layer_window")
-REHEARSAL_CACHE_COMMANDS = b"clear_kv_cache kv_seq_rm kv_seq_add kv_seq_cp kv_seq_keep kv_seq_div".split()
+REHEARSAL_TOO_LONG = {
+    "code": 400,
+    "message": "the request exceeds the available context size. "
+    "try increasing the context size or enable context shift",
+    "type": "invalid_request_error",
+}
 
 
 class RehearsalError(Exception):
@@ -4741,156 +4726,98 @@ class RehearsalSetup:
 
     layers: int
     width: int
-    vocab: int
     name: str
-    model: str = ""
+    windows: tuple[int, ...]  # layers a visit for each rank
     world: int = 1
     rank: int = 0
     master: str = ""
     next: str = ""
     data_port: int = 9000
     signal_port: int = 10000
-    layer_window: str = ""
     context: int = 4096
     slots: int = 1
     batch: int = 2048
     ubatch: int = 512
     host: str = "127.0.0.1"
     port: int = 8080
-    metrics: bool = False
-    warmup: bool = True
-
-    @property
-    def windows(self) -> tuple[int, ...]:
-        """Layers a visit for each rank; without `-lw` an even share, where Prima would profile the boxes."""
-        if self.layer_window and self.world > 1:
-            return tuple(int(part) for part in self.layer_window.split(","))
-        return tuple(max(1, len(range(rank, self.layers, self.world))) for rank in range(self.world))
+    context_shift: bool = True
 
 
 def rehearsal_setup(argv: Sequence[str], environ: Mapping[str, str]) -> RehearsalSetup:
-    """Read an engine's argv and `SHARDBOX_REHEARSE`. Unknown flags do not matter here, so they are skipped.
-
-    Raises RehearsalError on a flag that is missing or makes no sense.
-    """
-    found: dict[str, Any] = {"metrics": "--metrics" in argv, "warmup": "--no-warmup" not in argv}
-    rest = deque(argv[1:])
+    """What an engine's argv and `SHARDBOX_REHEARSE` say; other flags are skipped. Raises RehearsalError."""
+    pairs = itertools.pairwise([*argv[1:], ""])
+    found: dict[str, Any] = {REHEARSAL_FLAGS[flag]: value for flag, value in pairs if flag in REHEARSAL_FLAGS}
     try:
-        while rest:
-            name = REHEARSAL_FLAGS.get(rest.popleft())
-            value = rest.popleft() if rest and not rest[0].startswith("-") else ""
-            if name:
-                found[name] = value if name in REHEARSAL_TEXTS else int(value)
-        sizes = json.loads(environ.get("SHARDBOX_REHEARSE", ""))
-        found |= {name: int(sizes[name]) for name in ("layers", "width", "vocab")}
-        setup = RehearsalSetup(name=str(sizes["name"]), **found)
-        windows = setup.windows
+        sizes, listed = json.loads(environ["SHARDBOX_REHEARSE"]), found.pop("windows", "")
+        found |= {key: int(value) for key, value in found.items() if key not in ("host", "master", "next")}
+        found |= {"layers": int(sizes["layers"]), "width": int(sizes["width"]), "name": str(sizes["name"])}
+        world = found.get("world", 1)
+        # Without -lw an even share, where Prima would profile the boxes.
+        shares = listed.split(",") if listed and world > 1 else [-(-found["layers"] // max(1, world))] * world
+        windows = tuple(map(int, shares))
+        setup = RehearsalSetup(windows=windows, context_shift="--no-context-shift" not in argv, **found)
     except (ValueError, KeyError, TypeError) as error:
         raise RehearsalError(f"cannot read a flag or SHARDBOX_REHEARSE: {error!r}") from error
-    required = ["model", *(["rank", "master", "next"] if setup.world > 1 else [])]
-    if missing := [f"--{name}" for name in required if found.get(name, "") == ""]:
-        raise RehearsalError(f"missing flags: {', '.join(missing)}")
-    if not 0 <= setup.rank < setup.world <= 32 or (setup.rank == 0) != (argv[0] == "llama-server"):
-        raise RehearsalError(f"rank {setup.rank} of {setup.world}: rank 0 is llama-server, the rest llama-cli")
-    if min(windows) <= 0 or len(windows) != setup.world:
-        raise RehearsalError(f"-lw needs {setup.world} numbers, none of them zero, got {setup.layer_window}")
-    if min(setup.layers, setup.width, setup.vocab, setup.slots, setup.batch, setup.ubatch) < 1:
-        raise RehearsalError("the model's sizes, the slots and the batch sizes must be positive")
-    if setup.context < 4 * setup.slots:
-        raise RehearsalError(f"a context of {setup.context} tokens is too little for {setup.slots} slots")
-    batch = min(setup.batch, setup.context)
-    return replace(setup, batch=batch, ubatch=min(setup.ubatch, batch))
+    if not 0 <= setup.rank < world <= 32 or (setup.rank == 0) != (argv[0] == "llama-server"):
+        raise RehearsalError(f"rank {setup.rank} of {world}: rank 0 is llama-server, the rest llama-cli")
+    slot_context = setup.context // max(1, setup.slots)
+    if len(windows) != world or min(*windows, setup.width, setup.slots, setup.batch, setup.ubatch, slot_context) < 1:
+        raise RehearsalError(f"-lw needs {world} numbers, and nothing may be zero: {setup}")
+    return replace(setup, batch=min(setup.batch, setup.context), ubatch=min(setup.ubatch, setup.batch, setup.context))
 
 
-def rehearsal_visits(windows: Sequence[int], layers: int) -> list[int]:
-    """The ranks in the order in which a token meets them.
-
-    The first layers belong to rank 1 and the leader closes the cycle; cycles repeat until all layers are used
-    up (this_layer_is_mine). A visit is one tensor received and one sent.
-    """
-    order: list[int] = []
-    rank = 1 % len(windows)
-    while layers > 0 and any(windows):
-        if windows[rank]:
-            order.append(rank)
-        layers -= windows[rank]
-        rank = (rank + 1) % len(windows)
-    return order
-
-
-def rehearsal_tensor(width: int, positions: Sequence[int]) -> list[bytes]:
-    """The message that carries the hidden state of some tokens: six frames, `width * 4` bytes a token."""
-    rows = len(positions)
-    shape, data = struct.pack("<4q", width, rows, 1, 1), bytes(4 * width * rows)
-    return [*(b"sub_gf_out", shape, data), *(b"inp_pos", struct.pack("<q", rows), struct.pack(f"<{rows}i", *positions))]
-
-
-def rehearsal_rows(frames: Sequence[bytes], width: int, wanted: Sequence[bool], last: bool) -> list[bytes]:
-    """A tensor message of `len(wanted)` tokens; after the last layer only of those that want an answer.
-
-    Raises RehearsalError when it is another message, or of another size.
-    """
-    row = 4 * width
-    expected = [b"sub_gf_out", struct.pack("<2q", width, len(wanted)), row * len(wanted)]
-    key, shape, data = [*frames, b"", b"", b""][:3]
-    if [key, shape[:16], len(data)] != expected:
-        raise RehearsalError(
-            f"expected {len(wanted)} tokens of {row} bytes from the rank before, got {key[:20]!r} "
-            f"with {len(data)} bytes: another model there, or a stranger on the port"
-        )
-    if not last:
-        return list(frames)
-    kept = b"".join(data[row * i : row * (i + 1)] for i, wants in enumerate(wanted) if wants)
-    return [key, struct.pack("<4q", width, sum(wanted), 1, 1), kept, *frames[3:]]
+def rehearsal_ints(*values: int) -> bytes:
+    """As Prima sends `int32_t[]`."""
+    return struct.pack(f"<{len(values)}i", *values)
 
 
 class RehearsalRing:
-    """One rank's sockets, none in a world of one. One call at a time; no timeouts, because Prima has none."""
+    """One rank's sockets, and what passes through them. For one thread; no timeouts, because Prima has none."""
 
     def __init__(self, setup: RehearsalSetup, hook: RehearsalHook) -> None:
-        self.setup, self.hook = setup, hook
-        self.windows = setup.windows
-        self.tokens = 0  # that went round so far, the warm-up's two included
-        self.after = (setup.rank + 1) % setup.world
-        if setup.world > 1:
-            self._open()
-
-    def _open(self) -> None:
-        """Bind and dial as Prima does (llama_init_sockets); to bind every interface is Prima's choice."""
+        """Binds and dials as Prima does (llama_init_sockets). Raises RehearsalError when a port is taken."""
         import zmq  # here, so that only an engine pays for it
 
-        setup = self.setup
-        self.context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        self.inbox, self.signals = self.context.socket(zmq.PULL), self.context.socket(zmq.PULL)
-        self.onward, self.stopper = self.context.socket(zmq.PUSH), self.context.socket(zmq.PUSH)
-        self.to_leader = self.onward
+        self.setup, self.hook = setup, hook
+        self.tokens = 0  # that went round so far, the warm-up's two included
+        self.visits: list[int] = []  # the ranks in the order in which a token meets them
+        self.after = (setup.rank + 1) % setup.world
+        self.zmq: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self.zmq.setsockopt(zmq.LINGER, 0)
+        self.inbox, self.signals = self.zmq.socket(zmq.PULL), self.zmq.socket(zmq.PULL)
+        self.onward, self.stopper = self.zmq.socket(zmq.PUSH), self.zmq.socket(zmq.PUSH)
+        self.to_leader = self.onward if self.after == 0 else self.zmq.socket(zmq.PUSH)
+        self.poller = zmq.Poller()
+        self.poller.register(self.inbox, zmq.POLLIN)
+        self.poller.register(self.signals, zmq.POLLIN)
+        if setup.world == 1:
+            return
         try:
             self.inbox.bind(f"tcp://*:{setup.data_port + setup.rank}")
             self.signals.bind(f"tcp://*:{setup.signal_port + setup.rank}")
             self.onward.connect(f"tcp://{setup.next}:{setup.data_port + self.after}")
-            if self.after != 0 and setup.rank != 0:
-                self.to_leader = self.context.socket(zmq.PUSH)
+            if 0 < setup.rank < setup.world - 1:
                 self.to_leader.connect(f"tcp://{setup.master}:{setup.data_port}")
         except zmq.ZMQError as error:
             reason = os.strerror(error.errno or 0)
             raise RehearsalError(f"Error binding/connecting recv socket to endpoint: {reason}") from error
-        self.poller = zmq.Poller()
-        self.poller.register(self.inbox, zmq.POLLIN)
-        self.poller.register(self.signals, zmq.POLLIN)
 
     def form(self) -> None:
-        """Pass both barriers; a worker learns the layer windows there.
-
-        Raises RehearsalError when a real leader wants this box's device profile, because it got no `-lw`.
-        """
-        if self.setup.world == 1:
-            return
-        start = [b"should_profile", b"\0", b"n_ctx", struct.pack("<I", self.setup.context)]
-        if self._barrier(1, start)[1] != b"\0":
-            raise RehearsalError("the leader wants a device profile, which a rehearsal has not: start it with -lw")
-        padded = [*self.setup.windows, *[0] * (32 - self.setup.world)]
-        answer = self._barrier(2, [b"n_layer_window", struct.pack("<32I", *padded)])
-        self.windows = struct.unpack("<32I", answer[1])[: self.setup.world]
+        """Pass both barriers, where a worker learns the layer windows. Raises RehearsalError."""
+        windows = self.setup.windows
+        if self.setup.world > 1:
+            context = rehearsal_ints(self.setup.context)
+            if self._barrier(1, [b"should_profile", b"\0", b"n_ctx", context])[1] != b"\0":
+                raise RehearsalError("the leader wants a device profile, which a rehearsal has not: start it with -lw")
+            padded = rehearsal_ints(*windows, *[0] * (32 - len(windows)))
+            windows = struct.unpack("<32i", self._barrier(2, [b"n_layer_window", padded])[1])[: self.setup.world]
+            if min(windows) < 1:
+                raise RehearsalError(f"a rank without layers: {windows}")
+        left = self.setup.layers
+        while left > 0:  # rank 1 has the first layers and the leader closes the cycle (this_layer_is_mine)
+            self.visits.append((len(self.visits) + 1) % len(windows))
+            left -= windows[self.visits[-1]]
+        self.hook("loaded", 0)
 
     def _barrier(self, number: int, message: list[bytes]) -> list[bytes]:
         """What the leader sends at a barrier; the last rank answers the leader with `ACK`."""
@@ -4898,29 +4825,20 @@ class RehearsalRing:
         leader = self.setup.rank == 0
         if leader:
             self.onward.send_multipart(message)
-        frames = self.inbox.recv_multipart()
-        expected = [b"ACK"] if leader else [part if at % 2 == 0 else len(part) for at, part in enumerate(message)]
-        shape = [part if at % 2 == 0 else len(part) for at, part in enumerate(frames)]
-        if shape[: len(expected)] != expected:
+        frames, expected = self.inbox.recv_multipart(), [b"ACK"] if leader else message
+        keys, sizes = expected[::2], [len(part) for part in expected[1::2]]
+        if frames[::2][: len(keys)] != keys or [len(part) for part in frames[1::2]][: len(sizes)] != sizes:
             raise RehearsalError(
-                f"start-up barrier {number}: expected {expected[0]!r}, got {frames[0][:40]!r}; "
+                f"start-up barrier {number}: expected {keys[0]!r}, got {frames[0][:40]!r}; "
                 "a rank cannot join a ring that runs, all must start together"
             )
         if not leader:
             self.onward.send_multipart([b"ACK"] if self.after == 0 else frames)
         return message if leader else frames
 
-    def _receive(self) -> list[bytes] | None:
-        """The next data message, or None once a STOP has come on the signal port."""
-        while self.signals not in (ready := dict(self.poller.poll())):
-            if self.inbox in ready:
-                return self.inbox.recv_multipart()
-        return None
-
     def work(self) -> None:
-        """A worker's life after the barriers, until STOP (llama_decode_internal)."""
-        visits = rehearsal_visits(self.windows, self.setup.layers)
-        lasts = [index == len(visits) - 1 for index, rank in enumerate(visits) if rank == self.setup.rank]
+        """A worker's life after the barriers, until STOP (llama_decode_internal). Raises RehearsalError."""
+        lasts = [index == len(self.visits) - 1 for index, rank in enumerate(self.visits) if rank == self.setup.rank]
         while (frames := self._receive()) is not None:
             wanted = self._announced(frames)
             if self.after != 0:
@@ -4931,392 +4849,252 @@ class RehearsalRing:
                     if (tensor := self._receive()) is None:
                         return
                     target = self.to_leader if last else self.onward
-                    target.send_multipart(rehearsal_rows(tensor, self.setup.width, part, last))
+                    target.send_multipart(self._through_layers(tensor, part, last))
+
+    def _receive(self) -> list[bytes] | None:
+        """The next data message, or None once a STOP has come on the signal port."""
+        return None if self.signals in dict(self.poller.poll()) else self.inbox.recv_multipart()
 
     def _announced(self, frames: Sequence[bytes]) -> list[bool]:
         """For each token that a message announces, whether it wants an answer; cache commands: none."""
-        if frames[0] in REHEARSAL_CACHE_COMMANDS:
+        if frames[0].startswith((b"kv_seq_", b"clear_kv_cache")):
             return []
-        named = dict(zip(frames[::2], frames[1::2], strict=False))
-        if frames[0] != b"n_tokens" or b"n_tokens" not in named:
+        if frames[0] != b"n_tokens" or len(frames) < 2:
             raise RehearsalError(f"not a message of the ring: {frames[0][:40]!r}; a stranger on the port")
+        named = dict(zip(frames[::2], frames[1::2], strict=False))
         count = int.from_bytes(named[b"n_tokens"], "little")
         self.tokens += count
         self.hook("token", self.tokens)
-        only_last = bytes(max(0, count - 1)) + b"\1"
-        return [wants != 0 for wants in named.get(b"logits", only_last)]
+        return [wants != 0 for wants in named.get(b"logits", bytes(max(0, count - 1)) + b"\1")]
 
-    def decode(self, positions: Sequence[int], wanted: Sequence[bool], slot: int | None) -> None:
-        """Send a batch round the ring and wait for the answer. Slot None: no names in it, as in a warm-up."""
-        count = len(positions)
+    def _through_layers(self, frames: list[bytes], wanted: Sequence[bool], last: bool = False) -> list[bytes]:
+        """The tensor message of `len(wanted)` tokens as a window leaves it: after the last layer, only the rows
+        that want an answer. Raises RehearsalError when it is another message, or of another size."""
+        row, rows = 4 * self.setup.width, len(wanted)
+        key, shape, data = [*frames, b"", b"", b""][:3]
+        if (key, shape[:16], len(data)) != (b"sub_gf_out", struct.pack("<2q", self.setup.width, rows), row * rows):
+            raise RehearsalError(
+                f"expected {rows} tokens of {row} bytes from the rank before, got {key[:20]!r} "
+                f"with {len(data)} bytes: another model there, or a stranger on the port"
+            )
+        if not last:
+            return frames
+        kept = b"".join(data[row * i : row * (i + 1)] for i, wants in enumerate(wanted) if wants)
+        return [key, struct.pack("<4q", self.setup.width, sum(wanted), 1, 1), kept, *frames[3:]]
+
+    def decode(self, positions: Sequence[int], wanted: Sequence[bool], slot: int) -> None:
+        """Send a batch from the leader round the ring and wait for the answer. Position 0 empties the slot's cache
+        everywhere, so that real workers do not run out of it. Raises RehearsalError."""
+        count, width = len(positions), self.setup.width
         self.tokens += count
         self.hook("token", self.tokens)
         if self.setup.world == 1:
             return
-
-        def ints(*values: int) -> bytes:
-            return struct.pack(f"<{len(values)}i", *values)
-
-        meta = [b"n_tokens", ints(count)]
-        if slot is not None:
-            meta += [b"pos", ints(*positions), b"n_seq_id", ints(*[1] * count), b"seq_id", ints(*[slot] * count)]
-            meta += [b"logits", bytes(wanted)]
-        self.onward.send_multipart([*meta, b"all_pos_0", ints(0), b"all_pos_1", ints(int(slot is None))])
+        if positions[0] == 0:
+            self.onward.send_multipart([b"kv_seq_rm", *map(rehearsal_ints, (slot, -1, -1))])
+        ones, slots, zero = rehearsal_ints(*[1] * count), rehearsal_ints(*[slot] * count), rehearsal_ints(0)
+        meta = [b"n_tokens", rehearsal_ints(count), b"pos", rehearsal_ints(*positions), b"n_seq_id", ones]
+        meta += [b"seq_id", slots, b"logits", bytes(wanted), b"all_pos_0", zero, b"all_pos_1", zero]
+        self.onward.send_multipart(meta)
         for start in range(0, count, self.setup.ubatch):
-            part = slice(start, start + self.setup.ubatch)
-            self._round(rehearsal_tensor(self.setup.width, positions[part]), wanted[part])
-
-    def _round(self, tensor: list[bytes], wanted: Sequence[bool]) -> None:
-        """One micro-batch through every layer; each window of the leader is one message in and one out."""
-        visits = rehearsal_visits(self.windows, self.setup.layers)
-        self.onward.send_multipart(tensor)
-        for index, rank in enumerate(visits):
-            if rank == 0:
-                tensor = rehearsal_rows(self.inbox.recv_multipart(), self.setup.width, wanted, last=False)
-                if index < len(visits) - 1:
-                    self.onward.send_multipart(tensor)
-        if visits[-1] != 0:
-            answers = [True] * sum(wanted)
-            rehearsal_rows(self.inbox.recv_multipart(), self.setup.width, answers, last=False)
-
-    def forget(self, slot: int) -> None:
-        """Have every rank empty a slot's cache, so that real workers do not run out of it."""
-        if self.setup.world > 1:
-            self.onward.send_multipart([b"kv_seq_rm", struct.pack("<i", slot), *[struct.pack("<i", -1)] * 2])
+            part = positions[start : start + self.setup.ubatch]
+            mine = wanted[start : start + self.setup.ubatch]
+            tensor = [b"sub_gf_out", struct.pack("<4q", width, len(part), 1, 1), bytes(4 * width * len(part))]
+            tensor += [b"inp_pos", struct.pack("<q", len(part)), rehearsal_ints(*part)]
+            returns = [mine] * self.visits.count(0) + ([[True] * sum(mine)] if self.visits[-1] else [])
+            for expected in returns:
+                self.onward.send_multipart(tensor)
+                tensor = self._through_layers(self.inbox.recv_multipart(), expected)
 
     def leave(self) -> None:
         """Hand STOP on. The leader waits until it has been all round: as in Prima for ever, if it cannot."""
         self.hook("stop", self.tokens)
-        if self.setup.world == 1:
-            return
-        self.stopper.connect(f"tcp://{self.setup.next}:{self.setup.signal_port + self.after}")
-        self.stopper.send(b"STOP")
-        if self.setup.rank == 0:
-            self.signals.recv()
-        for quiet in (self.inbox, self.signals, self.onward, self.to_leader):
-            quiet.close(linger=0)
-        self.stopper.close(linger=REHEARSAL_STOP_LINGER_MS)
-        self.context.term()
+        if self.setup.world > 1:
+            self.stopper.connect(f"tcp://{self.setup.next}:{self.setup.signal_port + self.after}")
+            self.stopper.send(b"STOP")
+            if self.setup.rank == 0:
+                self.signals.recv()
+            self.stopper.close(linger=REHEARSAL_STOP_LINGER_MS)
+        self.zmq.destroy()
 
 
-@dataclass(slots=True, eq=False, kw_only=True)
+def rehearsal_text(value: Any) -> str:
+    """The text of a prompt, a list of token numbers, or a chat's messages, whose content may be a list of parts."""
+    if isinstance(value, dict):
+        value = value.get("content", value.get("text"))
+    return " ".join(map(rehearsal_text, value)) if isinstance(value, list) else str(value or "")
+
+
+def rehearsal_refusal(**error: Any) -> web.Response:
+    """An error as llama-server words it."""
+    return web.json_response({"error": error}, status=error["code"])
+
+
 class RehearsalRequest:
-    """One completion. Times in seconds; `limit` None: the answer ends by itself."""
+    """One completion, and how far it is. Times in seconds; `limit` None: the answer ends by itself."""
 
-    prompt: str
-    prompt_tokens: int
-    limit: int | None
-    past: int = 0
-    made: int = 0
-    finish: str = "stop"
-    prompt_s: float = 0.0
-    made_s: float = 0.0
+    def __init__(self, body: Mapping[str, Any], chat: bool, name: str) -> None:
+        """Raises ValueError, KeyError, TypeError or AttributeError for a body that is none."""
+        self.chat, self.stream, self.model = chat, bool(body.get("stream")), str(body.get("model") or name)
+        prompt = rehearsal_text(body["messages" if chat else "prompt"])
+        # A token for every four letters of a word comes near a real tokenizer's count.
+        self.prompt_tokens = max(1, len(re.findall(r"\s*\S{1,4}", prompt)))
+        limits = [body.get(key) for key in ("max_tokens", "max_completion_tokens", "n_predict")]
+        self.limit = next((int(limit) for limit in limits if limit is not None and int(limit) >= 0), None)
+        self.past, self.made, self.prompt_s, self.made_s, self.text = 0, 0, 0.0, 0.0, ""
+        self.finish: str | None = None
 
-    def report(self) -> dict[str, Any]:
-        """`usage` as OpenAI has it and `timings` as llama.cpp has them."""
-        timings: dict[str, float] = {}
-        parts = (("prompt", self.prompt_tokens, self.prompt_s), ("predicted", self.made, self.made_s))
-        for kind, count, seconds in parts:
-            speed = count / seconds if seconds else 0.0
-            timings |= {f"{kind}_n": count, f"{kind}_ms": seconds * 1000, f"{kind}_per_second": speed}
-        usage = {"prompt_tokens": self.prompt_tokens, "completion_tokens": self.made}
-        return {"usage": usage | {"total_tokens": self.prompt_tokens + self.made}, "timings": timings}
+    def reply(self, text: str) -> dict[str, Any]:
+        """The whole reply, or one event of a stream, of which the last has `finish` and no text. What is not a
+        chat has llama.cpp's own form, on `/v1/completions` too, as in Prima's server."""
+        if self.chat:
+            said = {"content": text} if text or not self.stream else {}
+            choice = {"delta": said} if self.stream else {"message": {"role": "assistant", **said}}
+            reply: dict[str, Any] = {"choices": [{"index": 0, "finish_reason": self.finish, **choice}]}
+            reply |= {"id": f"chatcmpl-{id(self):x}", "created": int(time.time()), "model": self.model}
+            reply["object"] = "chat.completion.chunk" if self.stream else "chat.completion"
+            counts = {"prompt_tokens": self.prompt_tokens, "completion_tokens": self.made}
+            ends: dict[str, Any] = {"usage": counts | {"total_tokens": sum(counts.values())}}
+        else:
+            reply = {"content": text, "stop": self.finish is not None, "index": 0, "model": self.model}
+            ends = {"stopped_limit": self.finish == "length", "stopped_eos": self.finish == "stop"}
+            ends |= {"tokens_evaluated": self.prompt_tokens, "tokens_predicted": self.made}
+        timings = {"prompt_n": self.prompt_tokens, "prompt_ms": 1000 * self.prompt_s}
+        timings |= {"predicted_n": self.made, "predicted_ms": 1000 * self.made_s}
+        return reply if self.finish is None else reply | ends | {"timings": timings}
 
 
 class RehearsalLeader:
-    """Slots and answers of rank 0. HTTP threads take turns at the ring, one batch each."""
+    """Slots, answers and HTTP of rank 0, as in llama-server. The ring has one thread, where batches queue up."""
 
-    def __init__(self, setup: RehearsalSetup, ring: RehearsalRing) -> None:
-        self.setup, self.ring = setup, ring
+    def __init__(self, setup: RehearsalSetup, hook: RehearsalHook) -> None:
+        self.setup, self.ring, self.thread = setup, RehearsalRing(setup, hook), ThreadPoolExecutor(1)
         self.slot_context = setup.context // setup.slots
-        self.busy: list[RehearsalRequest | None] = [None] * setup.slots
-        self.free: queue.SimpleQueue[int] = queue.SimpleQueue()
-        for slot in range(setup.slots):
-            self.free.put(slot)
-        self.turn = threading.Lock()
-        self.stopping = False
+        self.busy, self.free = [False] * setup.slots, asyncio.Semaphore(setup.slots)
+        self.ready, self.stop = False, asyncio.Event()
         self.failure: RehearsalError | None = None
-        self.totals = {"prompt_tokens_total": 0, "tokens_predicted_total": 0, "n_decode_total": 0}
 
-    def request(self, prompt: str, limit: int | None) -> RehearsalRequest:
-        """A request whose prompt fits a slot; a longer one loses half contexts, unsaid, as with Prima."""
-        tokens, block = max(1, len(rehearsal_tokens(prompt, 1))), self.slot_context // 2
-        if tokens >= self.slot_context:
-            tokens -= (tokens - block) // block * block
-        return RehearsalRequest(prompt=prompt, prompt_tokens=tokens, limit=limit)
+    async def lead(self) -> None:
+        """Form the ring, warm it up, serve until SIGTERM or SIGINT. Raises RehearsalError, and OSError for the port."""
+        loop = asyncio.get_running_loop()
+        app = web.Application(client_max_size=1 << 30)
+        app.router.add_route("*", "/{path:.*}", self._handle)
+        runner = web.AppRunner(app, access_log=None, handler_cancellation=True, shutdown_timeout=REHEARSAL_CANCEL_S)
+        await runner.setup()
+        await web.TCPSite(runner, self.setup.host, self.setup.port).start()
+        await loop.run_in_executor(self.thread, self.ring.form)
+        await loop.run_in_executor(self.thread, self.ring.decode, [0, 1], [False, True], 0)
+        # Not earlier: while it loads, a signal kills Prima's server outright, the only way out of its barriers.
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, self.stop.set)
+        self.ready = True
+        await self.stop.wait()
+        await runner.cleanup()
+        if self.failure is not None:
+            raise self.failure
+        await loop.run_in_executor(self.thread, self.ring.leave)
 
-    def answer(self, request: RehearsalRequest, check: Callable[[], None]) -> Generator[str, None, None]:
-        """Say an answer word by word, each after its round. `check` raises OSError once the client has gone.
-
-        Raises OSError also when the rehearsal stops meanwhile.
-        """
-        slot = self._take(check)
+    async def _handle(self, http: web.Request) -> web.StreamResponse:
+        """Any request; all are 503 while the ring forms."""
+        if not self.ready:
+            return rehearsal_refusal(code=503, message="Loading model", type="unavailable_error")
+        states = [{"id": slot, "state": int(busy)} for slot, busy in enumerate(self.busy)]
+        card = {"id": self.setup.name, "object": "model", "owned_by": "shardbox-rehearsal"}
+        views = {"/health": {"status": "ok"}, "/slots": states, "/v1/models": {"object": "list", "data": [card]}}
+        if http.method == "GET" and http.path in views:
+            return web.json_response(views[http.path])
+        if http.method != "POST" or not http.path.endswith(("/completion", "/completions")):
+            return rehearsal_refusal(code=404, message="File Not Found", type="not_found_error")
         try:
-            self.busy[slot] = request
-            request.prompt_s = self._prefill(request, slot, check)
-            limit = REHEARSAL_DEFAULT_TOKENS if request.limit is None else request.limit
-            for word in self._words(request):
-                if request.made >= limit or request.past >= self.slot_context:
-                    request.finish = "length"
-                    return
-                check()
-                if request.made:
-                    request.made_s += self._decode([request.past], slot, True)
-                    request.past += 1
-                request.made += 1
-                self.totals["tokens_predicted_total"] += 1
-                yield word
-        finally:
-            self.busy[slot] = None
-            self.free.put(slot)
+            request = RehearsalRequest(await http.json(), "/chat/" in http.path, self.setup.name)
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            return rehearsal_refusal(code=400, message=f"not a request: {error!r}", type="invalid_request_error")
+        return await self._complete(http, request)
 
-    def _take(self, check: Callable[[], None]) -> int:
-        while True:
-            check()
-            with contextlib.suppress(queue.Empty):
-                return self.free.get(timeout=REHEARSAL_POLL_S)
+    async def _complete(self, http: web.Request, request: RehearsalRequest) -> web.StreamResponse:
+        """Answer as one JSON or as events."""
+        events = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
 
-    def _prefill(self, request: RehearsalRequest, slot: int, check: Callable[[], None]) -> float:
-        """Send the prompt in batches; the seconds it took."""
-        seconds = 0.0
-        with self.turn:
-            self.ring.forget(slot)
-        while request.past < request.prompt_tokens:
-            check()
-            end = min(request.past + self.setup.batch, request.prompt_tokens)
-            seconds += self._decode(range(request.past, end), slot, end == request.prompt_tokens)
-            request.past = end
-        self.totals["prompt_tokens_total"] += request.prompt_tokens
-        return seconds
+        async def send(field: str, value: object) -> None:
+            await events.write(f"{field}: {json.dumps(value)}\n\n".encode())
 
-    def _decode(self, positions: Sequence[int], slot: int, wanted: bool) -> float:
-        """One batch round the ring, whose last token may want an answer; its seconds, without queueing."""
-        with self.turn:
-            if self.stopping:
-                raise ConnectionAbortedError("the rehearsal stops")
+        async def say(word: str) -> None:
+            request.text += word
+            if request.stream:
+                await send("data", request.reply(word))
+
+        if request.stream:
+            await events.prepare(http)
+        if request.prompt_tokens >= self.slot_context and not self.setup.context_shift:
+            if not request.stream:
+                return rehearsal_refusal(**REHEARSAL_TOO_LONG)
+            for field in ("data", "error"):  # both, as in the real server's stream
+                await send(field, REHEARSAL_TOO_LONG)
+        else:
+            await self._answer(request, say)
+            if not request.stream:
+                return web.json_response(request.reply(request.text))
+            await send("data", request.reply(""))
+        if request.chat:
+            await events.write(b"data: [DONE]\n\n")
+        await events.write_eof()
+        return events
+
+    async def _answer(self, request: RehearsalRequest, say: Callable[[str], Awaitable[None]]) -> None:
+        """Once a slot is free, say an answer word by word, each after its round. A client that goes cancels it."""
+        if request.prompt_tokens >= self.slot_context:  # cut to fit, unsaid, as with Prima
+            request.prompt_tokens = self.slot_context // 2
+        async with self.free:
+            slot = self.busy.index(False)
+            try:
+                self.busy[slot] = True
+                while (left := request.prompt_tokens - request.past) > 0:
+                    request.prompt_s += await self._decode(request, slot, min(left, self.setup.batch))
+                for word in self._words(request):
+                    if request.made == request.limit or request.past >= self.slot_context:
+                        request.finish = "length"
+                        return
+                    if request.made:  # the first one comes of the prompt
+                        request.made_s += await self._decode(request, slot, 1)
+                    request.made += 1
+                    await say(f" {word}" if request.made > 1 else word)
+                request.finish = "stop"
+            finally:
+                self.busy[slot] = False
+
+    async def _decode(self, request: RehearsalRequest, slot: int, count: int) -> float:
+        """Send the next tokens round; the seconds, without queueing. A broken ring ends the answer and the leader."""
+        positions = range(request.past, request.past + count)
+        request.past += count
+        wanted = [*[False] * (count - 1), request.past >= request.prompt_tokens]
+
+        def timed() -> float:
             start = time.monotonic()
             try:
-                self.ring.decode(positions, [False] * (len(positions) - 1) + [wanted], slot)
+                if self.failure is None:  # else a batch that was queued would wait for ever
+                    self.ring.decode(positions, wanted, slot)
             except RehearsalError as error:
-                self.failure, self.stopping = error, True
-                raise ConnectionAbortedError("the ring is broken") from error
-            self.totals["n_decode_total"] += 1
+                self.failure = error
             return time.monotonic() - start
+
+        seconds = await asyncio.get_running_loop().run_in_executor(self.thread, timed)
+        if self.failure is not None:
+            self.stop.set()
+            raise asyncio.CancelledError("the ring is broken")
+        return seconds
 
     def _words(self, request: RehearsalRequest) -> Iterator[str]:
         """The answer's words; figures are taken when they are about to be said."""
-        setup = self.setup
-        visits = rehearsal_visits(setup.windows, setup.layers)
-        hops = len(visits) + (visits[-1] != 0) if setup.world > 1 else 0
-        text = (
-            f"This is a rehearsal: no model is loaded. {setup.world} ranks, "
-            f"layers {','.join(map(str, setup.windows))}; a token is {hops} messages of {setup.width * 4} B."
-        )
-        yield from re.findall(r"\s*\S+", text)
+        layers, size = ",".join(map(str, self.setup.windows)), 4 * self.setup.width
+        yield from f"This is a rehearsal: no model is loaded. Layers {layers}; a token is {size} B a hop.".split()
         while True:
-            text = " One rank, so there is no network in between."
-            if setup.world > 1 and request.made > 1:
-                mean_s = request.made_s / (request.made - 1)
-                speed = f"{1 / mean_s:.0f} tokens/s"
-                text = f" {mean_s * 1000:.2f} ms a token, what the network alone allows: {speed}."
-            yield from re.findall(r"\s*\S+", text)
+            mean_s = max(1e-9, request.made_s / (request.made - 1))
+            yield from f"The network alone allows {1 / mean_s:.0f} tokens/s, {1000 * mean_s:.2f} ms each.".split()
             if request.limit is None:
                 return
 
-    def views(self) -> dict[str, Any]:
-        """The JSON behind each GET path once the ring is up."""
-        setup, idle = self.setup, RehearsalRequest(prompt="", prompt_tokens=0, limit=0)
-        card = {"id": setup.name, "object": "model", "owned_by": "shardbox-rehearsal"}
-        slots = [
-            {"id": slot, "state": int(at is not idle), "prompt": at.prompt, "next_token": {"n_decoded": at.made}}
-            for slot, at in enumerate(request or idle for request in self.busy)
-        ]
-        generation = {"n_ctx": self.slot_context, "model": setup.name}
-        return {
-            "/health": {"status": "ok"},
-            "/v1/models": {"object": "list", "data": [card]},
-            "/props": {"total_slots": setup.slots, "default_generation_settings": generation},
-            "/slots": [slot | generation for slot in slots],
-        }
 
-    def metrics(self) -> str:
-        """`/metrics` in Prometheus' text form, under llama.cpp's names."""
-        values = self.totals | {"requests_processing": sum(map(bool, self.busy))}
-        return "".join(f"llamacpp:{name} {value}\n" for name, value in values.items())
-
-
-def rehearsal_tokens(text: str, vocab: int) -> list[int]:
-    """Stand-in token numbers: one for every four letters of a word, a count near that of a real tokenizer."""
-    return [zlib.crc32(part.encode()) % vocab for part in re.findall(r"\s*\S{1,4}", text)]
-
-
-def rehearsal_prompt(body: Mapping[str, Any], chat: bool) -> str:
-    """The text to count of a request; a chat's messages have a string or a list of parts as their content."""
-    if not chat:
-        return str(body["prompt"])
-    words: list[str] = []
-    for message in body["messages"]:
-        content = message.get("content") or ""
-        parts = [part.get("text", "") for part in content] if isinstance(content, list) else [str(content)]
-        words += [str(message["role"]), *parts]
-    return " ".join(words)
-
-
-def rehearsal_reply(request: RehearsalRequest, model: str, text: str, *, chat: bool, part: bool) -> dict[str, Any]:
-    """A whole reply, or one event of a stream, of which an empty text is the last.
-
-    What is not a chat has llama.cpp's own form, on `/v1/completions` too, as in Prima's server.
-    """
-    done = not (part and text)
-    if not chat:
-        reply: dict[str, Any] = {"content": text, "stop": done, "index": 0, "model": model}
-        ends = {"stopped_limit": request.finish == "length", "stopped_eos": request.finish == "stop"}
-        counts = {"tokens_predicted": request.made, "tokens_evaluated": request.prompt_tokens}
-        return reply | ends | counts if done else reply
-    message = {"role": "assistant", "content": text} if text or not part else {}
-    choice = {"index": 0, "finish_reason": request.finish if done else None, "delta" if part else "message": message}
-    kind = "chat.completion.chunk" if part else "chat.completion"
-    base = {"id": f"chatcmpl-{id(request):x}", "object": kind, "created": int(time.time()), "model": model}
-    return base | {"choices": [choice]}
-
-
-class RehearsalHTTP(ThreadingHTTPServer):
-    """The leader's HTTP server; it listens before the ring forms, so that `/health` can say 503."""
-
-    daemon_threads = True
-    request_queue_size = 128
-    # As in Prima's server; without it, connections that its predecessor closed keep the port for a minute.
-    allow_reuse_port = True
-    leader: RehearsalLeader | None = None
-
-
-class RehearsalHandler(BaseHTTPRequestHandler):
-    """The part of llama-server's HTTP interface that shardbox and its users touch."""
-
-    protocol_version = "HTTP/1.1"
-    disable_nagle_algorithm = True
-    server: RehearsalHTTP
-
-    def log_message(self, format: str, *args: object) -> None:
-        """Say nothing a request: the engine's log is for what goes wrong."""
-
-    def _reply(self, status: int, body: object, kind: str = "application/json; charset=utf-8") -> None:
-        data = body.encode() if isinstance(body, str) else json.dumps(body).encode()
-        self.send_response(status)
-        self.send_header("Content-Type", kind)
-        self.send_header("Content-Length", str(len(data)))
-        self.end_headers()
-        self.wfile.write(data)
-
-    def _fail(self, status: int, message: str, kind: str) -> None:
-        self._reply(status, {"error": {"code": status, "message": message, "type": kind}})
-
-    def do_GET(self) -> None:
-        """`/health`, `/v1/models`, `/props`, `/slots`, `/metrics`; all 503 while the ring forms."""
-        leader, path = self.server.leader, self.path.partition("?")[0]
-        if leader is None:
-            self._fail(503, "Loading model", "unavailable_error")
-        elif path == "/metrics" and leader.setup.metrics:
-            self._reply(200, leader.metrics(), "text/plain; version=0.0.4")
-        elif (view := leader.views().get(path)) is not None:
-            self._reply(200, view)
-        else:
-            self._fail(404, "File Not Found", "not_found_error")
-
-    def do_POST(self) -> None:
-        """`/tokenize` and the completions; 400 for a body that is none, 503 while the ring forms."""
-        leader, path = self.server.leader, self.path.partition("?")[0]
-        chat = path in ("/v1/chat/completions", "/chat/completions")
-        try:
-            body = json.loads(self.rfile.read(int(self.headers.get("Content-Length") or 0)))
-            if leader is None:
-                return self._fail(503, "Loading model", "unavailable_error")
-            if path == "/tokenize":
-                return self._reply(200, {"tokens": rehearsal_tokens(body["content"], leader.setup.vocab)})
-            if not chat and path not in ("/v1/completions", "/completions", "/completion"):
-                return self._fail(404, "File Not Found", "not_found_error")
-            limits = [body.get(key) for key in ("max_tokens", "max_completion_tokens", "n_predict")]
-            limit = next((int(value) for value in limits if value is not None and int(value) >= 0), None)
-            request = leader.request(rehearsal_prompt(body, chat), limit)
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
-            return self._fail(400, f"cannot read the request: {error!r}", "invalid_request_error")
-        try:
-            with contextlib.closing(leader.answer(request, self._check)) as words:
-                self._complete(leader, request, words, body, chat)
-        except OSError:
-            self.close_connection = True
-
-    def _complete(
-        self,
-        leader: RehearsalLeader,
-        request: RehearsalRequest,
-        words: Iterator[str],
-        body: Mapping[str, Any],
-        chat: bool,
-    ) -> None:
-        """Answer as one JSON or as events."""
-        model = str(body.get("model") or leader.setup.name)
-        if not body.get("stream"):
-            reply = rehearsal_reply(request, model, "".join(words), chat=chat, part=False)
-            return self._reply(200, reply | request.report())
-        self.send_response(200)
-        self.send_header("Content-Type", "text/event-stream")
-        self.send_header("Transfer-Encoding", "chunked")
-        self.end_headers()
-        for word in words:
-            self._event(json.dumps(rehearsal_reply(request, model, word, chat=chat, part=True)))
-        with_usage = not chat or (body.get("stream_options") or {}).get("include_usage")
-        final = rehearsal_reply(request, model, "", chat=chat, part=True)
-        self._event(json.dumps(final | (request.report() if with_usage else {})))
-        if chat:
-            self._event("[DONE]")
-        self.wfile.write(b"0\r\n\r\n")
-
-    def _event(self, text: str) -> None:
-        line = f"data: {text}\n\n".encode()
-        self.wfile.write(b"%x\r\n%s\r\n" % (len(line), line))
-
-    def _check(self) -> None:
-        """Raise ConnectionError when the client has gone; one that waits has just nothing to read."""
-        with contextlib.suppress(BlockingIOError):
-            if not self.connection.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT):
-                raise ConnectionResetError("the client has gone")
-
-
-def rehearsal_lead(setup: RehearsalSetup, hook: RehearsalHook) -> None:
-    """Rank 0: form the ring, warm it up, serve until SIGTERM or SIGINT. A second signal exits 1 at once."""
-    try:
-        server = RehearsalHTTP((setup.host, setup.port), RehearsalHandler)
-    except OSError as error:
-        raise RehearsalError(f"cannot listen on {setup.host}:{setup.port}: {error.strerror}") from error
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    ring = RehearsalRing(setup, hook)
-    ring.form()
-    hook("loaded", 0)
-    if setup.warmup:
-        ring.decode([0, 1], [False, True], None)
-    leader = RehearsalLeader(setup, ring)
-
-    def on_signal(number: int, frame: object) -> None:
-        if leader.stopping:
-            os._exit(1)
-        leader.stopping = True
-
-    # Not earlier: while it loads, a signal kills Prima's server outright, the only way out of its barriers.
-    signal.signal(signal.SIGTERM, on_signal)
-    signal.signal(signal.SIGINT, on_signal)
-    server.leader = leader
-    while not leader.stopping:
-        time.sleep(REHEARSAL_POLL_S)
-    if leader.failure is not None:
-        raise leader.failure
-    with leader.turn:
-        ring.leave()
-
-
-def rehearse(
-    argv: Sequence[str], environ: Mapping[str, str], *, hook: RehearsalHook = lambda point, tokens: None
-) -> int:
+def rehearse(argv: Sequence[str], environ: Mapping[str, str], *, hook: RehearsalHook = lambda *_: None) -> int:
     """Be one rank of a rehearsed ring until it is stopped; the exit code, 0, or 1 with the reason on stderr.
 
     argv[0] is "llama-server" or "llama-cli". To be called in the main thread of a process of its own, because
@@ -5326,19 +5104,17 @@ def rehearse(
     if "--version" in argv:
         print("version: rehearsal (shardbox)")
         return 0
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, signal.SIG_DFL)
     try:
         setup = rehearsal_setup(argv, environ)
         if setup.rank == 0:
-            rehearsal_lead(setup, hook)
+            asyncio.run(RehearsalLeader(setup, hook).lead())
             return 0
         ring = RehearsalRing(setup, hook)
-        ring.form()
-        hook("loaded", 0)
-        ring.work()
-        ring.leave()
-    except RehearsalError as error:
+        for stage in (ring.form, ring.work, ring.leave):
+            stage()
+    except (RehearsalError, OSError) as error:
         print(f"{argv[0]}: rehearsal: {error}", file=sys.stderr, flush=True)
         return 1
     return 0
