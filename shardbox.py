@@ -66,22 +66,8 @@ import types
 import typing
 import urllib.parse
 import uuid
-from collections import Counter, deque
-<<<<<<< HEAD
-from collections.abc import (
-    AsyncIterator,
-    Awaitable,
-    Callable,
-    Coroutine,
-    Generator,
-    Iterable,
-    Iterator,
-    Mapping,
-    Sequence,
-)
-=======
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
->>>>>>> trim-rehearsal
+from collections import Counter
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from io import BufferedReader
@@ -5947,7 +5933,7 @@ class Rings:
             await asyncio.sleep(WATCH_S)
 
     def _sign_of_life(self, model: str, views: Mapping[str, RankView]) -> str:
-        """Changes when bytes move in the ring or answer, or a rank reads its disk or computes (idling is too little)."""
+        """Changes when bytes move in the ring or answer, or a rank reads its disk or computes (more than idling)."""
         moved = sum(wire.sent_bytes + wire.received_bytes for view in views.values() for wire in view.wires)
         cpu = sum(int(view.cpu_s * 5) for view in views.values())
         disk = sum(view.read_bytes for view in views.values())
