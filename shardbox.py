@@ -275,7 +275,6 @@ def digest(value: Any) -> str:
 # ======================================================================================================
 # 3. Configuration: TOML text -> Config
 # ======================================================================================================
-# (dataclasses fixed by the lead; the parser is written by a helper)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -394,626 +393,423 @@ class Config:
 
 
 MAX_CONFIG_BYTES = MIB
-MAX_WORLD = 32  # Prima sends the layer windows as uint32[32]
-PORT_BLOCK = 64  # ports a model takes from `data`, and again from `signal`
+MAX_PROBLEMS = 50  # told of one file, the others are counted: the search for near words is slow
+MAX_RANKS = 32  # Prima sends the layer windows as uint32[32] (bdf9d8e7, src/llama.cpp)
+PORT_BLOCK = 64  # ports a model may use from each base: ranks 0-31, and 32 for the leader's HTTP
 SECRET_CHARACTERS = 20
 
-_Path = tuple[str | int, ...]
+_Path = tuple[str | int, ...]  # such as ("nodes", 0, "ports", "data")
 
-# --- where a key stands: tomli gives no positions, so a small scanner over text that tomli has accepted ---
+# --- where a key stands: tomli tells no positions, so the text that it has accepted is scanned for keys ---
 
-_KEY = r"""(?:[A-Za-z0-9_-]+|"(?:\\.|[^"\\\n])*"|'[^'\n]*')"""
-_STATEMENT = re.compile(rf"[ \t]*+(\[\[?)?[ \t]*+({_KEY}(?:[ \t]*+\.[ \t]*+{_KEY})*)[ \t]*+[\]=]")
-_TOKEN = re.compile(
-    r'''"""(?:\\.|[^\\])*?"{3,5}|\'\'\'.*?'{3,5}|"(?:\\.|[^"\\\n])*"|'[^'\n]*'|#[^\n]*|[\[\]{}\n]''', re.DOTALL
-)
-
-
-def _statements(text: str) -> Iterator[tuple[int, str, list[str]]]:
-    """(line, "[[", "[" or "", parts of the key) of every header and every key outside brackets."""
-    depth, line, start = 0, 1, 0
-    for token in _TOKEN.finditer(text + "\n"):
-        mark = token.group()
-        depth += (mark in ("[", "{")) - (mark in ("]", "}"))
-        if mark == "\n" and depth == 0:
-            if found := _STATEMENT.match(text, start):
-                first = line - text.count("\n", start, token.start())
-                yield first, found[1] or "", [part.strip("\"'") for part in re.findall(_KEY, found[2])]
-            start = token.end()
-        line += mark.count("\n")
+_BARE = r"[A-Za-z0-9_-]+"
+_STATEMENT = re.compile(rf"[ \t]*(\[\[?)?[ \t]*({_BARE}(?:[ \t]*\.[ \t]*{_BARE})*)[ \t]*[\]=]")
+_QUOTED = re.compile(r'''"""(?:\\.|[^\\])*?"{3,5}|\'\'\'.*?'{3,5}|"(?:\\.|[^"\\\n])*"|'[^'\n]*'|#[^\n]*''', re.DOTALL)
 
 
 def _key_lines(text: str) -> dict[_Path, int]:
-    """The line of each table, array element and key; keys of inline tables are left out."""
+    """The line of each table, array element and key; quoted keys and those within brackets are left out."""
     lines: dict[_Path, int] = {}
-    counts: dict[_Path, int] = {}
+    elements: Counter[_Path] = Counter()
     table: _Path = ()
-    for line, bracket, parts in _statements(text):
-        path: _Path = () if bracket else table
-        for n, part in enumerate(parts[:6], 1):  # nothing of ours is deeper
-            path += (part,)
-            lines.setdefault(path, line)
-            if bracket == "[[" and n == len(parts):
-                counts[path] = counts.get(path, 0) + 1
-            if bracket and path in counts:
-                path += (counts[path] - 1,)
-                lines.setdefault(path, line)
-        table = path if bracket else table
+    depth = 0
+    plain = _QUOTED.sub(lambda found: "_" + "\n" * found[0].count("\n"), text)
+    for number, line in enumerate(plain.split("\n"), 1):
+        if depth == 0 and (found := _STATEMENT.match(line)):
+            bracket, parts = found[1], re.findall(_BARE, found[2])
+            path: _Path = () if bracket else table
+            for n, part in enumerate(parts[:6], 1):  # nothing of ours is deeper
+                path += (part,)
+                lines.setdefault(path, number)
+                elements[path] += bracket == "[[" and n == len(parts)
+                if bracket and elements[path]:
+                    path += (elements[path] - 1,)
+                    lines.setdefault(path, number)
+            table = path if bracket else table
+        depth += line.count("[") + line.count("{") - line.count("]") - line.count("}")
     return lines
 
 
 # --- what is wrong, and where ---
 
-
 _KINDS = {str: "a string", bool: "true or false", int: "a number", float: "a number", dict: "a table", list: "a list"}
+_PRIVATE = {"secret", "secret_file", "keys_file", "env", "args"}  # a secret may stand here, rightly or by mistake
 
 
-def _kind(value: Any) -> str:
+def _shown(value: Any, private: bool = False) -> str:
+    """A value in a message, on one line. A string of several may be a quote too few, and then a secret."""
+    if not private and isinstance(value, str) and value.isprintable():
+        return repr(value[:55]) + "..." * (len(value) > 55)
+    if not private and isinstance(value, (int, float)) and abs(value) < 10**18:
+        return repr(value).lower()
     return _KINDS.get(type(value), "a date or time")
 
 
-def _shown(value: Any) -> str:
-    """A value in a message: short, on one line, and only when it is text, a number or a switch."""
-    if isinstance(value, bool):
-        return str(value).lower()
-    if isinstance(value, int) and abs(value) >= 10**18:
-        return "a number far too large"  # Python refuses to print some of these
-    if isinstance(value, str) and not value.isprintable():
-        return "a string with control characters"  # perhaps a quote too few, and a secret on its next line
-    if isinstance(value, str) and len(value) > 55:
-        return repr(value[:55]) + "..."
-    return repr(value) if isinstance(value, (str, int, float)) else _kind(value)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Spot:
-    """A place in the file. All spots of a file share `problems` and `doubtful`."""
+@dataclass(slots=True, kw_only=True, eq=False)
+class _Report:
+    """All that is wrong with one file."""
 
     file: str
     lines: Mapping[_Path, int]
-    names: Mapping[_Path, str]  # of elements of [[nodes]] and [[models]]
-    problems: list[tuple[int, ShardboxError]]  # with the line, 0 where it is not known
-    doubtful: dict[_Path, bool]  # no further check builds on these; True: wrong here, False: further in
+    problems: list[tuple[int, ShardboxError]] = dataclasses.field(default_factory=list)  # with its line, or 0
+    more: int = 0
+    wrong: set[_Path] = dataclasses.field(default_factory=set)  # keys that no further check builds on
+    around: set[_Path] = dataclasses.field(default_factory=set)  # the tables that they stand in
+
+
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """A key of the file, or an element of a list in it."""
+
+    report: _Report
     path: _Path = ()
 
-    def at(self, *keys: str | int) -> _Spot:
-        """The place of a key or element in here."""
-        return dataclasses.replace(self, path=self.path + keys)
+    def __str__(self) -> str:
+        text = "".join(f"[{part}]" if isinstance(part, int) else f".{part[:60]}" for part in self.path)[1:]
+        return text if text.isprintable() else repr(text)
 
-    def line(self) -> int:
-        """The line of this key, else of the table around it, 0 when neither is known."""
-        known = (self.lines.get(self.path[:end], 0) for end in range(len(self.path), 0, -1))
-        return next(filter(None, known), 0)
-
-    def label(self) -> str:
-        """Such as `ports.data` or `nodes[1] "beta": address`."""
-        text = ""
-        for depth, part in enumerate(self.path, 1):
-            if isinstance(part, int):
-                name = self.names.get(self.path[:depth], "")
-                text += f'[{part}] "{name}":' if name else f"[{part}]"
-            else:
-                key = part if re.fullmatch(r"[A-Za-z0-9_-]{1,60}", part) else _shown(part)
-                text += f" {key}" if text.endswith(":") else f".{key}" if text else key
-        return text.removesuffix(":")
-
-    def error(self, what: str, hint: str = "") -> ShardboxError:
-        """The error to raise for this place."""
-        line = self.line()
-        where = f"{self.file}:{line}" if line else self.file
-        return ShardboxError(what, where=f"{where}: {self.label()}", hint=hint)
-
-    def must(self, wanted: str, value: Any, hint: str = "") -> ShardboxError:
-        """`must be ..., got ...`, with the type alone where the value may be a secret."""
-        private = any(isinstance(part, str) and re.search("secret|key|env", part) for part in self.path)
-        return self.error(f"must be {wanted}, got {_kind(value) if private else _shown(value)}", hint)
-
-    def keep(self, problem: ShardboxError) -> None:
-        """Notes a problem of this place, and goes on."""
-        self.problems.append((self.line(), problem))
-        self.doubt()
-
-    def report(self, what: str, hint: str = "") -> None:
-        """`keep` for a problem in words."""
-        self.keep(self.error(what, hint))
-
-    def take(self, read: _Reader, value: Any) -> list[Any]:
-        """What `read` makes of the value, in a list; an empty list when it is wrong, which is then kept."""
-        try:
-            return [read(value, self)]
-        except ShardboxError as problem:
-            self.keep(problem)
-            return []
+    def at(self, *keys: str | int) -> _Place:
+        return _Place(self.report, self.path + keys)
 
     def clean(self) -> bool:
-        """Nothing is wrong here, further in, or in the tables around it."""
-        around = (self.path[:end] for end in range(len(self.path)))
-        return self.path not in self.doubtful and not any(map(self.doubtful.get, around))
+        """Nothing is wrong here, further in, or with a table around: what the file says here can be built on."""
+        starts = (self.path[:end] for end in range(len(self.path) + 1))
+        return self.path not in self.report.around and self.report.wrong.isdisjoint(starts)
 
-    def doubt(self) -> None:
-        """From here on this place is not clean."""
-        for end in range(len(self.path)):
-            self.doubtful.setdefault(self.path[:end], False)
-        self.doubtful[self.path] = True
+    def add(self, what: str, hint: str = "") -> None:
+        """Notes a problem, at the line of the key or else of the table around it."""
+        starts = [self.path[:end] for end in range(len(self.path), -1, -1)]
+        self.report.wrong.add(self.path)
+        self.report.around.update(starts[1:])
+        if len(self.report.problems) == MAX_PROBLEMS:
+            self.report.more += 1
+            return
+        line = next((self.report.lines[start] for start in starts if start in self.report.lines), 0)
+        where = f"{self.report.file}:{line}" if line else self.report.file
+        self.report.problems.append((line, ShardboxError(what, where=f"{where}: {self}", hint=hint)))
+
+    def must(self, wanted: str, value: Any, hint: str = "") -> Any:
+        """Notes that a value is not what is wanted. Returns None."""
+        self.add(f"must be {wanted}, got {_shown(value, not _PRIVATE.isdisjoint(self.path))}", hint)
+
+    def near(self, word: str, words: Iterable[str], otherwise: str = "") -> str:
+        """A hint at the word that was meant, which then does not count as missing too."""
+        few = itertools.islice(words, 0 if self.report.more else 200)
+        for near in difflib.get_close_matches(word[:60].lower(), list(few), 1):
+            self.report.wrong.add((*self.path, near))
+            return f'did you mean "{near}"?'
+        return otherwise
 
 
-_Reader = Callable[[Any, _Spot], Any]  # value and place -> value for the dataclass; raises ShardboxError
+# --- readers: value and place -> what the dataclass holds; None for its default, or when a problem was noted ---
+
+_Reader = Callable[[Any, _Place], Any]
 
 
-def _nearest(word: str, words: Iterable[str]) -> str:
-    return next(iter(difflib.get_close_matches(word[:60].lower(), list(words), 1, 0.6)), "")
-
-
-# --- readers of single values ---
-
-
-def _number(low: int, high: int, hint: str = "", *, whole: bool = True) -> _Reader:
-    def read(value: Any, spot: _Spot) -> Any:
-        fits = type(value) is int or (type(value) is float and not whole)
+def _number(low: int, high: int, hint: str = "", kind: type[int | float] = int) -> _Reader:
+    def read(value: Any, place: _Place) -> Any:
+        fits = type(value) in (int, kind)
         if fits and low <= value <= high:
-            return value
-        wanted = "" if fits else "a whole number " if whole else "a number "
-        raise spot.must(f"{wanted}{low}-{high}", value, hint)
+            return kind(value)
+        wanted = f"{low}-{high}" if fits else f"a {'whole ' if kind is int else ''}number {low}-{high}"
+        return place.must(wanted, value, hint)
 
     return read
 
 
-def _flag(value: Any, spot: _Spot) -> bool:
-    if isinstance(value, bool):
+def _flag(value: Any, place: _Place) -> Any:
+    return value if isinstance(value, bool) else place.must("true or false", value)
+
+
+def _text(wanted: str, pattern: str, turned: Callable[[str], str] = str) -> _Reader:
+    def read(value: Any, place: _Place) -> Any:
+        fits = isinstance(value, str) and re.fullmatch(pattern, value)
+        return turned(value) if fits else place.must(wanted, value)
+
+    return read
+
+
+def _size(value: Any, place: _Place, wanted: str = "a size") -> Any:
+    with contextlib.suppress(ValueError):
+        size = parse_size(value) if isinstance(value, str) and len(value) < 60 else value
+        if type(size) is int and MIB <= size < 10**18:  # "20" is never meant as 20 bytes
+            return size
+    return place.must(f'{wanted} of 1 MiB or more such as "20GiB" or "1.5GB"', value)
+
+
+def _cap(value: Any, place: _Place) -> Any:
+    spared = type(value) is int and value == 0
+    return None if value == "auto" else 0 if spared else _size(value, place, '"auto", 0 or a size')
+
+
+def _interface(value: Any, place: _Place) -> Any:
+    if isinstance(value, str) and re.fullmatch(r"(?![0-9.]+$)[A-Za-z0-9_.@-]{1,15}", value):
         return value
-    raise spot.must("true or false", value)
+    with contextlib.suppress(ValueError):
+        if isinstance(value, str) and "/" in value:
+            return str(ipaddress.IPv4Network(value, strict=False))
+    return place.must('an interface name or an IPv4 network such as "eth0" or "192.168.1.0/24"', value)
 
 
-def _text(wanted: str, pattern: str = "") -> _Reader:
-    def read(value: Any, spot: _Spot) -> str:
-        if not isinstance(value, str) or not value:
-            raise spot.must(wanted, value)
-        if len(value) > 4096 or any(ord(char) < 32 or ord(char) == 127 for char in value):
-            raise spot.error(f"must be {wanted}, without control characters and under 4096 characters")
-        if pattern and not re.fullmatch(pattern, value):
-            raise spot.must(wanted, value)
-        return value
-
-    return read
-
-
-def _one_of(*words: str) -> _Reader:
-    def read(value: Any, spot: _Spot) -> str:
-        if isinstance(value, str) and value in words:
-            return value
-        near = _nearest(value, words) if isinstance(value, str) else ""
-        wanted = " or ".join(f'"{word}"' for word in words)
-        raise spot.must(wanted, value, f'did you mean "{near}"?' if near else "")
-
-    return read
-
-
-def _bytes(value: Any, spot: _Spot, low: int = 1) -> int:
-    wanted = ("" if low else '"auto" or ') + 'a size such as "20GiB", "512MiB" or "1.5GB"'
-    try:
-        size = parse_size(_text(wanted)(value, spot)) if isinstance(value, str) else value
-    except ValueError:
-        size = -1
-    if type(size) is not int or not low <= size < 10**18:
-        raise spot.must(wanted, value)
-    return size
-
-
-def _cap(value: Any, spot: _Spot) -> int | None:
-    size = None if value == "auto" else _bytes(value, spot, 0)
-    if size and size < MIB:  # memory = 20 is never meant as 20 bytes
-        raise spot.must('"auto", 0 or at least 1 MiB', value, 'a number alone is bytes; write "20GiB"')
-    return size
-
-
-_node_name = _text("1-63 letters, digits, '-', '_' or '.', a letter or digit first", r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}")
-_model_name = _text(
-    "1-128 letters, digits, '.', '-', '_', ':' or '/', a letter or digit first, without '..' or '//'",
-    r"(?!.*(\.\.|//|/$))[A-Za-z0-9][A-Za-z0-9._:/-]{0,127}",
+_OWN_FLAGS = re.compile(
+    r"(--(?:world|rank|master|next|n-layer-window|data-port|signal-port|host|port|model|ctx-size|parallel|threads"
+    r"|embeddings?)|-(?:lw|m|c|np|t))(?![^\s=])"
 )
-_path = _text("a path")
-_model_path = _text("a path, of a split model that of its first part", r"(?!.*-(?!00001)\d{5}-of-\d{5}\.gguf$).+")
 
 
-def _name(value: Any, spot: _Spot) -> str:
-    return str(_node_name(value, spot)).lower()
+def _argument(value: Any, place: _Place) -> Any:
+    """An engine argument that shardbox does not set. Of `--flag=value` only the flag is shown."""
+    if found := isinstance(value, str) and _OWN_FLAGS.match(value.replace("_", "-")):  # as llama.cpp reads it
+        return place.add(f"{found[1]} is set by shardbox itself", "from [ports], engine.threads and [[models]]")
+    return _line(value, place)
 
 
-def _or_none(read: _Reader) -> _Reader:
-    """The same, and "" as well."""
-    return lambda value, spot: "" if value == "" else read(value, spot)
-
-
-def _secret(value: Any, spot: _Spot) -> str:
-    text: str = _or_none(_text("a string"))(value, spot)
-    if 0 < len(text.strip()) < SECRET_CHARACTERS:
-        raise spot.error(f"too short: at least {SECRET_CHARACTERS} characters", "`shardbox secret` makes one")
-    return text
-
-
-def _host(value: Any, spot: _Spot) -> str:
-    """An IPv4 literal or a host name."""
-    wanted = "an IPv4 address or a host name"
-    text: str = _text(wanted)(value, spot)
-    label = r"[A-Za-z0-9_]([A-Za-z0-9_-]{0,61}[A-Za-z0-9_])?"
-    if text.count(":") > 1:
-        raise spot.must(wanted, value, "not IPv6: Prima and the mesh use IPv4")
-    if ":" in text:
-        raise spot.must(wanted, value, "without the port; ports stand under [ports] or [nodes.ports]")
-    if re.fullmatch(r"(.*\.)?[0-9]+", text):  # a last label of digits: meant as an IPv4 address
-        try:
-            return str(ipaddress.IPv4Address(text))
-        except ValueError:
-            raise spot.must(wanted, value) from None
-    if len(text) > 253 or not re.fullmatch(rf"{label}(\.{label})*", text):
-        raise spot.must(wanted, value)
-    return text
-
-
-def _address(value: Any, spot: _Spot) -> str:
-    """A host that other boxes can dial."""
-    text = _host(value, spot)
-    if re.fullmatch(r"0\.0\.0\.0|255\.255\.255\.255|2[23]\d\.\d+\.\d+\.\d+", text):
-        raise spot.must("the address that other boxes reach this one by", value)
-    return text
-
-
-def _interface(value: Any, spot: _Spot) -> str:
-    """An interface name, or an IPv4 network written with its own base address."""
-    wanted = 'an interface name or an IPv4 network such as "eth0" or "192.168.1.0/24"'
-    text: str = _text(wanted)(value, spot)
-    if "/" in text:
-        try:
-            return str(ipaddress.IPv4Network(text, strict=False))
-        except ValueError:
-            raise spot.must(wanted, value) from None
-    return str(_text(wanted, r"(?![0-9.]+$)[A-Za-z0-9_.@-]{1,15}")(value, spot))
-
-
-_OWN_FLAGS = {
-    flag: instead
-    for flags, instead in (
-        ("--world --rank --master --next", "the plan sets it; steer it by nodes, leader and layers of a model"),
-        ("-lw --n-layer-window", "use layers of a model"),
-        ("--data-port", "use ports.data"),
-        ("--signal-port", "use ports.signal"),
-        ("--host --port", "the engine listens on loopback only; clients use ports.api and api.bind"),
-        ("-m --model", "use path of a model"),
-        ("-c --ctx-size", "use context of a model"),
-        ("-np --parallel", "use slots of a model"),
-        ("-t --threads", "use engine.threads"),
-        ("--embedding --embeddings", "use embeddings of a model"),
-    )
-    for flag in flags.split()
-}
-
-
-def _argument(value: Any, spot: _Spot) -> str:
-    """One engine argument. The rest of `--flag=value` is not shown: it may be a key."""
-    text: str = _or_none(_text("a string"))(value, spot)
-    word = re.split(r"[\s=]", text, maxsplit=1)[0]
-    flag = word.replace("_", "-") if word.startswith("--") else word  # as llama.cpp reads it
-    if flag in _OWN_FLAGS:
-        raise spot.error(f"{flag} is set by shardbox itself", _OWN_FLAGS[flag])
-    if re.match(r"-[^\s=]+\s", text):
-        raise spot.error("holds a flag and its value in one string", 'write them as two: ["--flag", "value"]')
-    return text
-
-
-def _cluster_wide(_value: Any, spot: _Spot) -> Any:
-    raise spot.error("is the same on every node", f"set it under [engine]: engine.{spot.path[-1]}")
-
-
-# --- readers of lists and tables ---
-
-
-def _list(read_item: _Reader, wanted: str = "a list", instead: tuple[Any, ...] = ()) -> _Reader:
-    """The items that are right; `instead` stands in for each of the others."""
-
-    def read(value: Any, spot: _Spot) -> tuple[Any, ...]:
+def _list(item: _Reader, wanted: str = "a list", lone: bool = False) -> _Reader:
+    def read(value: Any, place: _Place) -> Any:
+        value = [value] if lone and isinstance(value, str) else value  # a lone one will do as well
         if not isinstance(value, list):
-            raise spot.must(wanted, value)
-        taken = (spot.at(n).take(read_item, item) or instead for n, item in enumerate(value))
-        return tuple(itertools.chain.from_iterable(taken))
+            return place.must(wanted, value)
+        got = [item(entry, place.at(n)) for n, entry in enumerate(value)]
+        return tuple(entry for entry in got if entry is not None)
 
     return read
 
 
-def _folders(value: Any, spot: _Spot) -> tuple[str, ...]:
-    if value == [] or not isinstance(value, (str, list)):
-        raise spot.must("a folder or a list of folders", value)
-    return (_path(value, spot),) if isinstance(value, str) else tuple(_list(_path)(value, spot))
-
-
-def _mapping(read_key: _Reader, read_item: _Reader) -> _Reader:
+def _map(name: _Reader, item: _Reader) -> _Reader:
     """A table whose keys the user chooses."""
 
-    def read(value: Any, spot: _Spot) -> dict[str, Any]:
+    def read(value: Any, place: _Place) -> Any:
         if not isinstance(value, dict):
-            raise spot.must("a table", value)
-        out: dict[str, Any] = {}
-        for key, item in value.items():
-            for name in spot.at(key).take(read_key, key):
-                if name in out:
-                    spot.at(key).report("given twice; upper and lower case do not matter")
-                out.update((name, got) for got in spot.at(key).take(read_item, item))
-        return out
+            return place.must("a table", value)
+        pairs = [(name(key, place.at(key)), item(entry, place.at(key))) for key, entry in value.items()]
+        if len(dict(pairs)) < len(pairs) and place.clean():
+            place.add("a name is given twice; upper and lower case do not matter")
+        return {key: entry for key, entry in pairs if key is not None and entry is not None}
 
     return read
 
 
 def _table(keys: Mapping[str, _Reader], needs: tuple[str, ...] = ()) -> _Reader:
-    """A table with fixed keys -> a dict of those that are right; the others are reported."""
+    """A dict of the keys that are right; of those that it needs, the others are ""."""
 
-    def read(value: Any, spot: _Spot) -> dict[str, Any]:
+    def read(value: Any, place: _Place) -> dict[str, Any]:
+        out: dict[str, Any] = dict.fromkeys(needs, "")
         if not isinstance(value, dict):
-            raise spot.must("a table", value)
-        out: dict[str, Any] = {}
-        for key, item in value.items():
-            if key in keys:
-                out.update((key, got) for got in spot.at(key).take(keys[key], item))
-            else:
-                _report_unknown(key, keys, spot)
+            return place.must("a table", value) or out
+        for key, entry in value.items():
+            if key not in keys:
+                place.at(key).add("unknown key", place.near(key, keys, f"valid: {', '.join(keys)}"))
+            elif (got := keys[key](entry, place.at(key))) is not None:
+                out[key] = got
         for key in needs:
-            if key not in value and spot.at(key).clean():
-                spot.at(key).report("missing")
+            if key not in value and place.at(key).clean():
+                place.at(key).add("missing")
         return out
 
     return read
 
 
-def _report_unknown(key: str, keys: Mapping[str, _Reader], spot: _Spot) -> None:
-    homes = [home for home, known in _TABLES.items() if key in known]
-    near = "" if homes or len(spot.problems) > 100 else _nearest(key, keys)  # it is slow
-    if homes:
-        tables = (f"[[{home}]]" if home in _ARRAYS else f"[{home}]" for home in homes)
-        hint = f"it belongs under {' or '.join(tables)}"
-    else:
-        hint = f'did you mean "{near}"?' if near else f"valid: {', '.join(keys)}"
-    spot.at(key).report("unknown key" if spot.path else "unknown table or key", hint)
-    # What it should have been is then not also "missing".
-    for meant in [(*spot.path, near)] if near else [(home, key) for home in homes]:
-        dataclasses.replace(spot, path=meant).doubt()
-
-
 # --- what the file may say: one entry a key ---
 
-_CLUSTER: dict[str, _Reader] = {
-    "name": _name,
-    "secret_file": _or_none(_path),
-    "secret": _secret,
-    "discovery": _one_of("mdns", "static"),
-    "interfaces": _list(_interface),
-    "form_wait_s": _number(0, 86400, whole=False),
-}
+_LINE, _NAME = r"[^\x00-\x1f\x7f]", r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}"
+_NAME_WANTED = "1-63 letters, digits, '-', '_' or '.', a letter or digit first"
+_line = _text("one line of text, at most 4096 characters", _LINE + "{0,4096}")
+_path = _text("a path", _LINE + "{1,4096}")
+_name = _text(_NAME_WANTED, _NAME, str.lower)
+_model_name = _text(
+    "1-128 letters, digits, '.', '-', '_', ':' or '/', a letter or digit first, without '..' or '//'",
+    r"(?!.*(\.\.|//|/$))[A-Za-z0-9][A-Za-z0-9._:/-]{0,127}",
+)
+_OCTET, _LABEL = r"(25[0-5]|2[0-4][0-9]|1[0-9]{2}|[1-9]?[0-9])", r"[A-Za-z0-9_]([A-Za-z0-9_-]{0,61}[A-Za-z0-9_])?"
+_HOST = rf"{_OCTET}(\.{_OCTET}){{3}}|(?=.{{1,253}}$)({_LABEL}\.)*(?![0-9]+$){_LABEL}"
+_host = _text("an IPv4 address or a host name, without a port", _HOST)
+_address = _text("an IPv4 address or a host name, without a port", f"({_HOST})?")
+_kind = _text('"prima" or "rehearsal"', "prima|rehearsal")
+_isolate = _text('"auto", "always" or "never"', "auto|always|never")
+_secret = _text(
+    f"{SECRET_CHARACTERS} characters or more; `shardbox secret` makes one",
+    rf"(\S{_LINE}{{{SECRET_CHARACTERS - 2},4094}}\S)?",
+)
+_BASE_HINT = f"Prima needs {PORT_BLOCK} ports from here; leave it out for"
 _PORTS: dict[str, _Reader] = {
     "mesh": _number(1, 65535),
     "api": _number(1, 65535),
-    "data": _number(1024, 65471, "Prima needs 64 ports from here for each model; leave it out for 9000"),
-    "signal": _number(1024, 65471, "Prima needs 64 ports from here for each model; leave it out for 10000"),
+    "data": _number(1024, 65535 - PORT_BLOCK, f"{_BASE_HINT} {PortsConfig().data}"),
+    "signal": _number(1024, 65535 - PORT_BLOCK, f"{_BASE_HINT} {PortsConfig().signal}"),
 }
-_API: dict[str, _Reader] = {"bind": _host, "keys_file": _or_none(_path)}
-_ENGINE: dict[str, _Reader] = {
-    "kind": _one_of("prima", "rehearsal"),
-    "path": _folders,
-    "lib": _or_none(_path),
+_NODE_ENGINE: dict[str, _Reader] = {
+    "path": _list(_path, "a folder or a list of folders", lone=True),
+    "lib": _line,
     "args": _list(_argument),
-    "env": _mapping(_text("a variable's name", "[^=]+"), _or_none(_text("a string"))),
+    "env": _map(_text("a variable's name", r"[^=\x00-\x1f\x7f]{1,255}"), _line),
     "threads": _number(0, 1024),
-    "isolate": _one_of("auto", "always", "never"),
 }
-_NODES: dict[str, _Reader] = {
-    "name": _name,
-    "address": _or_none(_address),
-    "memory": _cap,
-    "gpu_memory": _cap,
-    "model_dirs": _list(_path),
+_rehearse = _table(
+    {"layers": _number(1, 4096), "width": _number(1, 1 << 20), "bytes": _size}, ("layers", "width", "bytes")
+)
+_FILE = _table({
+    "cluster": _table({
+        "name": _name,
+        "secret_file": _line,
+        "secret": _secret,
+        "discovery": _text('"mdns" or "static"', "mdns|static"),
+        "interfaces": _list(_interface),
+        "form_wait_s": _number(0, 86400, kind=float),
+    }),
     "ports": _table(_PORTS),
-    "engine": _table(_ENGINE | {"kind": _cluster_wide, "isolate": _cluster_wide}),
-}
-_REHEARSE: dict[str, _Reader] = {"layers": _number(1, 4096), "width": _number(1, 1 << 20), "bytes": _bytes}
-_MODELS: dict[str, _Reader] = {
-    "name": _model_name,
-    "path": _model_path,
-    "aliases": _list(_model_name),
-    "context": _number(64, 1 << 24),
-    "slots": _number(1, 64),
-    "max_output": _number(0, 1 << 24),
-    "nodes": _list(_name),
-    "leader": _or_none(_name),
-    "layers": _mapping(_name, _number(1, 4096)),
-    "autostart": _flag,
-    "embeddings": _flag,
-    "rehearse": _table(_REHEARSE, needs=tuple(_REHEARSE)),
-}
-_TOP: dict[str, _Reader] = {
-    "cluster": _table(_CLUSTER),
-    "ports": _table(_PORTS),
-    "api": _table(_API),
-    "engine": _table(_ENGINE),
-    "nodes": _list(_table(_NODES, needs=("name",)), "a list of tables, [[nodes]]", ({},)),
-    "models": _list(_table(_MODELS, needs=("name", "path")), "a list of tables, [[models]]", ({},)),
-}
-_TABLES = {"cluster": _CLUSTER, "ports": _PORTS, "api": _API, "engine": _ENGINE, "nodes": _NODES, "models": _MODELS}
-_ARRAYS = ("nodes", "models")
-
-# --- checks over several keys: each runs only where its keys are right by themselves ---
+    "api": _table({"bind": _host, "keys_file": _line}),
+    "engine": _table({"kind": _kind, "isolate": _isolate, **_NODE_ENGINE}),
+    "nodes": _list(_table({
+        "name": _name,
+        "address": _address,
+        "memory": _cap,
+        "gpu_memory": _cap,
+        "model_dirs": _list(_path),
+        "ports": _table(_PORTS),
+        "engine": _table(_NODE_ENGINE),
+    }, needs=("name",)), "a list of tables, [[nodes]]"),
+    "models": _list(_table({
+        "name": _model_name,
+        "path": _path,
+        "aliases": _list(_model_name),
+        "context": _number(64, 1 << 24),
+        "slots": _number(1, 64),
+        "max_output": _number(0, 1 << 24),
+        "nodes": _list(_name),
+        "leader": _text(_NAME_WANTED, f"({_NAME})?", str.lower),
+        "layers": _map(_name, _number(1, 4096)),
+        "autostart": _flag,
+        "embeddings": _flag,
+        "rehearse": lambda value, place: RehearseConfig(**_rehearse(value, place)),
+    }, needs=("name", "path")), "a list of tables, [[models]]"),
+})  # fmt: skip
 
 
-def _check_cluster(raw: Mapping[str, Any], root: _Spot) -> None:
-    cluster, spot = raw.get("cluster", {}), root.at("cluster")
-    if spot.at("secret").clean() and spot.at("secret_file").clean():
-        given = [key for key in ("secret", "secret_file") if cluster.get(key)]
-        if not given:
-            hint = "`shardbox secret` makes one; every box needs the same"
-            spot.at("secret_file").report("missing, and no secret either", hint)
-        if len(given) == 2:
-            spot.at("secret").report("given beside secret_file", "keep one of the two")
-    if cluster.get("discovery") != "static":
-        return
-    if not raw.get("nodes") and root.at("nodes").clean():
-        hint = "name each box and its address there"
-        spot.at("discovery").report('"static" finds no other box without [[nodes]]', hint)
-    for n, node in enumerate(raw.get("nodes", ())):
-        if not node.get("address") and (place := root.at("nodes", n, "address")).clean():
-            place.report('missing: cluster.discovery = "static" needs one for every node')
+def _build(raw: Mapping[str, Any], file: str, folder: str) -> Config:
+    """The Config of what is right, with [engine] and [ports] merged into each node."""
+    engine, ports = EngineConfig(**raw.get("engine", {})), PortsConfig(**raw.get("ports", {}))
+    nodes = []
+    for node in raw.get("nodes", ()):
+        fields = {f"{key}_bytes" if "memory" in key else key: value for key, value in node.items()}
+        fields["ports"] = replace(ports, **node.get("ports", {}))
+        own = node.get("engine", {})
+        fields["engine"] = replace(engine, **{**own, "env": {**engine.env, **own.get("env", {})}})
+        nodes.append(NodeConfig(**fields))
+    return Config(
+        file=file, folder=folder, cluster=ClusterConfig(**raw.get("cluster", {})), ports=ports, engine=engine,
+        api=ApiConfig(**raw.get("api", {})), nodes=tuple(nodes),
+        models=tuple(ModelConfig(**model) for model in raw.get("models", ())),
+    )  # fmt: skip
 
 
-def _check_unique(raw: Mapping[str, Any], root: _Spot) -> None:
-    """No two nodes share a name, or address and mesh port; no two models a name or alias."""
-    seen: dict[tuple[Any, ...], str] = {}
-
-    def claim(place: _Spot, shown: str, *identity: Any) -> None:
-        if identity in seen:
-            place.report(f"{shown} is taken by {seen[identity]}")
-        seen.setdefault(identity, place.label())
-
-    for n, node in enumerate(raw.get("nodes", ())):
-        place = root.at("nodes", n)
-        if "name" in node:
-            claim(place.at("name"), f'"{node["name"]}"', "node", node["name"])
-        if node.get("address") and place.at("ports").clean() and root.at("ports").clean():
-            mesh = _ports(raw, node)["mesh"]
-            claim(place.at("address"), f"{node['address']}:{mesh}", "mesh", node["address"].lower(), mesh)
-    for n, model in enumerate(raw.get("models", ())):
-        for key in ("name", "aliases"):
-            named = model.get(key, ())
-            for name in [named] if isinstance(named, str) else named:
-                claim(root.at("models", n, key), _shown(name), "model", name)
+# --- checks over several keys: each builds only on keys that are clean ---
 
 
-def _check_models(raw: Mapping[str, Any], root: _Spot) -> None:
+def _check_cluster(config: Config, root: _Place) -> None:
+    cluster, secret, secret_file = config.cluster, root.at("cluster", "secret"), root.at("cluster", "secret_file")
+    if secret.clean() and secret_file.clean():
+        if cluster.secret and cluster.secret_file:
+            secret.add("given beside secret_file", "keep one of the two")
+        elif not cluster.secret and not cluster.secret_file:
+            secret_file.add("missing, and no secret either", "`shardbox secret` makes one; every box needs the same")
+    if cluster.discovery == "static":
+        if not config.nodes and root.at("nodes").clean():
+            root.at("cluster", "discovery").add('"static" needs [[nodes]] with an address each')
+        for n, node in enumerate(config.nodes):
+            if not node.address and root.at("nodes", n, "address").clean():
+                root.at("nodes", n, "address").add('missing: cluster.discovery = "static" needs it for every node')
+
+
+def _check_unique(config: Config, root: _Place) -> None:
+    """No two nodes share a name, and no two models a name or alias."""
+    claims = [(root.at("nodes", n, "name"), node.name) for n, node in enumerate(config.nodes)]
+    claims += [(root.at("models", n, "name"), model.name) for n, model in enumerate(config.models)]
+    claims += [
+        (root.at("models", n, "aliases"), name) for n, model in enumerate(config.models) for name in model.aliases
+    ]
+    taken: dict[tuple[str | int, str], _Place] = {}
+    for place, name in claims:
+        first = taken.setdefault((place.path[0], name), place)
+        if name and first is not place:
+            place.add(f'"{name}" is taken by {first}')
+
+
+def _check_models(config: Config, root: _Place) -> None:
     """The nodes that a model names are declared; each of nodes, layers, leader narrows the one before."""
-    nodes = raw.get("nodes", ())
-    declared = {node["name"] for node in nodes if "name" in node}
-    complete = nodes and all("name" in node for node in nodes)
-    for n, model in enumerate(raw.get("models", ())):
-        allowed, source = (declared, "[[nodes]]") if complete else (None, "")
-        for key in ("nodes", "layers", "leader"):
-            spot, named = root.at("models", n, key), model.get(key)
-            named = [named] if isinstance(named, str) and named else named
-            if not named or not spot.clean():
+    declared = dict.fromkeys(node.name for node in config.nodes)
+    for n, model in enumerate(config.models):
+        allowed, source = (declared if "" not in declared else {}), "[[nodes]]"
+        leader = dict.fromkeys(filter(None, [model.leader]))
+        for key, named in (("nodes", dict.fromkeys(model.nodes)), ("layers", model.layers), ("leader", leader)):
+            place = root.at("models", n, key)
+            if not named or not place.clean():
                 continue
-            for name in dict.fromkeys(named):
-                if allowed is not None and name not in allowed:
-                    near = _nearest(name, sorted(allowed))
-                    spot.report(f'"{name}" is not in {source}', f'did you mean "{near}"?' if near else "")
-            allowed, source = set(named), f"{key} of this model"
-        if len(model.get("layers", {})) > MAX_WORLD:
-            what = f"{len(model['layers'])} nodes; a ring has at most {MAX_WORLD}"
-            root.at("models", n, "layers").report(what)
+            for name in named:
+                if allowed and name not in allowed:
+                    place.add(f'"{name}" is not in {source}', place.near(name, allowed))
+            allowed, source = dict.fromkeys(named), f"{key} of this model"
+        if len(model.layers) > MAX_RANKS:
+            root.at("models", n, "layers").add(f"{len(model.layers)} nodes; a ring has at most {MAX_RANKS}")
 
 
-def _ports(raw: Mapping[str, Any], node: Mapping[str, Any]) -> dict[str, int]:
-    return {**dataclasses.asdict(PortsConfig()), **raw.get("ports", {}), **node.get("ports", {})}
-
-
-def _check_ports(raw: Mapping[str, Any], root: _Spot) -> None:
-    """For [ports] if any node runs on them as they are, and for every node with ports of its own."""
-    nodes = raw.get("nodes", ())
-    places = [(root.at("nodes", n, "ports"), node) for n, node in enumerate(nodes) if node.get("ports")]
-    if not nodes or len(places) < len(nodes):
-        places.insert(0, (root.at("ports"), {}))
-    for place, node in places:
-        if place.clean() and root.at("ports").clean():
-            own = node.get("ports") or raw.get("ports", {})
-            _check_ranges(_ports(raw, node), own, max(1, len(raw.get("models", ()))), place)
-
-
-def _check_ranges(ports: Mapping[str, int], own: Mapping[str, int], models: int, spot: _Spot) -> None:
-    """The ports and blocks of one node end before 65536 and do not meet. `own`: what to blame first."""
-    size = {"mesh": 1, "api": 1, "data": PORT_BLOCK * models, "signal": PORT_BLOCK * models}
-    last = {key: ports[key] + size[key] - 1 for key in size}
-    text = {key: f"{ports[key]}-{last[key]}" if size[key] > 1 else f"{ports[key]}" for key in size}
-    for key, count in size.items():
-        if last[key] > 65535:
-            hint = f"start at {65536 - count} or lower: {PORT_BLOCK} ports for each of {models} models"
-            spot.at(key).report(f"takes the ports {text[key]}, and 65535 is the last", hint)
-    for first, second in itertools.combinations(size, 2):
-        if ports[first] <= last[second] and ports[second] <= last[first]:
-            key, other = (first, second) if first in own and second not in own else (second, first)
-            hint = f"data and signal take {PORT_BLOCK} ports a model each" if size[second] > 1 else ""
-            spot.at(key).report(f"{text[key]} meets {other}, {text[other]}", hint)
-
-
-# --- the whole ---
+def _check_ports(config: Config, root: _Place) -> None:
+    """The ports and blocks of each node end before 65536 and do not meet."""
+    hint = f"data and signal take {PORT_BLOCK} ports for each model"
+    block = PORT_BLOCK * max(1, len(config.models))
+    places = {} if config.nodes else {root.at("ports"): config.ports}
+    for n, node in enumerate(config.nodes):
+        places[root.at("ports") if node.ports == config.ports else root.at("nodes", n, "ports")] = node.ports
+    for place, ports in places.items():
+        if not root.at("ports").clean() or not place.clean():
+            continue
+        sizes = {"signal": block, "data": block, "api": 1, "mesh": 1}
+        spans = {key: range(getattr(ports, key), getattr(ports, key) + size) for key, size in sizes.items()}
+        text = {key: f"{span[0]}-{span[-1]}" if len(span) > 1 else f"{span[0]}" for key, span in spans.items()}
+        for key, span in spans.items():
+            if span[-1] > 65535:
+                place.at(key).add(f"takes the ports {text[key]}, and 65535 is the last", hint)
+        for pair in itertools.combinations(spans, 2):
+            # The one to blame is the one that stands here, not inherited.
+            key, other = sorted(pair, key=lambda key: place.at(key).path not in place.report.lines)
+            if spans[key][0] in spans[other] or spans[other][0] in spans[key]:
+                place.at(key).add(f"{text[key]} meets {other}, {text[other]}", hint)
 
 
 def _document(data: bytes, file: str) -> tuple[str, dict[str, Any]]:
     """The text and what TOML makes of it. Raises ConfigError."""
     import tomli
 
-    where, hint = file, ""
-    if len(data) > MAX_CONFIG_BYTES:
-        what = f"is {format_size(len(data))}; a configuration has at most {format_size(MAX_CONFIG_BYTES)}"
-        raise ConfigError([ShardboxError(what, where=where)])
+    where = file
     try:
-        text = data.decode("utf-8-sig")  # Windows editors put a byte order mark first
-        document = tomli.loads(text)
-        if document:
-            return text, document
-        what, hint = "says nothing", "start from config.example.toml"
+        if len(data) <= MAX_CONFIG_BYTES:
+            text = data.decode("utf-8-sig")  # Windows editors put a byte order mark first
+            return text, tomli.loads(text)
+        what = f"is {format_size(len(data))}; a configuration has at most {format_size(MAX_CONFIG_BYTES)}"
     except UnicodeDecodeError as error:
         where = f"{file}:{data.count(10, 0, error.start) + 1}"
-        what, hint = f"not UTF-8 text (byte 0x{data[error.start]:02x})", "save it as UTF-8"
+        what = f"not UTF-8 text (byte 0x{data[error.start]:02x})"
     except tomli.TOMLDecodeError as error:
         where, what = f"{file}:{error.lineno}:{error.colno}", f"not TOML: {error.msg}"
-        if error.msg.startswith(("Cannot overwrite", "Cannot declare")):
-            hint = "a key or a [table] may stand only once"
-    except RecursionError:
-        what = "not a configuration: nested too deeply"
-    except ValueError:
-        what = "not a configuration: a number has too many digits"
+    except (RecursionError, ValueError):
+        what = "not a configuration: nested too deeply, or a number with too many digits"
     # Out here, because the errors above carry the whole text, and with it the secret.
-    raise ConfigError([ShardboxError(what, where=where, hint=hint)])
-
-
-def _build(raw: Mapping[str, Any], file: str, folder: str) -> Config:
-    """The Config of values that are all right, [engine] and [ports] merged into each node."""
-    engine, nodes, models = raw.get("engine", {}), [], []
-    for node in raw.get("nodes", ()):
-        own = node.get("engine", {})
-        own = {**engine, **own, "env": {**engine.get("env", {}), **own.get("env", {})}}
-        fields = {f"{key}_bytes" if key in ("memory", "gpu_memory") else key: value for key, value in node.items()}
-        merged = {"engine": EngineConfig(**own), "ports": PortsConfig(**_ports(raw, node))}
-        nodes.append(NodeConfig(**{**fields, **merged}))
-    for model in raw.get("models", ()):
-        shape = {"rehearse": RehearseConfig(**model["rehearse"])} if "rehearse" in model else {}
-        models.append(ModelConfig(**{**model, **shape}))
-    cluster = dict(raw["cluster"])
-    cluster["form_wait_s"] = float(cluster.get("form_wait_s", ClusterConfig().form_wait_s))
-    return Config(
-        file=file,
-        folder=folder,
-        cluster=ClusterConfig(**cluster),
-        ports=PortsConfig(**raw.get("ports", {})),
-        api=ApiConfig(**raw.get("api", {})),
-        engine=EngineConfig(**engine),
-        nodes=tuple(nodes),
-        models=tuple(models),
-    )
+    raise ConfigError([ShardboxError(what, where=where)])
 
 
 def parse_config(data: bytes, *, file: str, folder: str) -> Config:
     """The Config that the bytes of a TOML file say. `file` names it in messages, `folder` is what its
     relative paths start from; neither is opened. Raises ConfigError with every problem, in file order."""
     text, document = _document(data, file)
-    names: dict[_Path, str] = {
-        (key, n): entry["name"]
-        for key in _ARRAYS
-        if isinstance(document.get(key), list)
-        for n, entry in enumerate(document[key])
-        if isinstance(entry, dict)
-        and isinstance(entry.get("name"), str)
-        and re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._:/-]{0,59}", entry["name"])
-    }
-    root = _Spot(file=file, lines=_key_lines(text), names=names, problems=[], doubtful={})
-    raw = _table(_TOP)(document, root)
+    root = _Place(report := _Report(file=file, lines=_key_lines(text)))
+    config = _build(_FILE(document, root), file, folder)
     for check in (_check_cluster, _check_unique, _check_models, _check_ports):
-        check(raw, root)
-    if root.problems:
-        raise ConfigError([problem for _, problem in sorted(root.problems, key=lambda found: found[0])])
-    return _build(raw, file, folder)
+        check(config, root)
+    problems = [problem for _, problem in sorted(report.problems, key=lambda found: found[0])]
+    if report.more:
+        problems.append(ShardboxError(f"and {report.more} more problems", where=file))
+    if problems:
+        raise ConfigError(problems)
+    return config
 
 
 # ======================================================================================================
@@ -1435,8 +1231,6 @@ def _layer_bytes(where: str, tensors: dict[str, TensorInfo], layers: int) -> tup
 # 5. Plan: Config + NodeFacts -> where each layer goes, and why. Pure: same input, same plan, everywhere.
 # ======================================================================================================
 
-MAX_RANKS = 32  # Prima sends the layer windows as uint32[32] (bdf9d8e7, src/llama.cpp)
-PORT_BLOCK = 64  # ports a model may use from each base: ranks 0-31, and 32 for the leader's HTTP
 HTTP_OFFSET = 32
 ENGINE_BASE_BYTES = 48 * MIB  # an engine before it holds a model: code, threads, vocabulary
 GPU_BASE_BYTES = 512 * MIB  # a CUDA context and its scratch space, on each card
