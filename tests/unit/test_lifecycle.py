@@ -34,7 +34,7 @@ from shardbox import (
 )
 
 PLAN = ring_plan(5, 3)
-EVENTS = ("tick", "plan", "want", "unwant", "granted", "refused", "loaded", "answered", "trouble", "stopped")
+EVENTS = ("tick", "plan", "want", "unwant", "yield", "granted", "refused", "loaded", "answered", "trouble", "stopped")
 PHASES = tuple(value for name, value in vars(Phase).items() if name.isupper() and name != "ACTIVE")
 
 
@@ -69,7 +69,7 @@ class Driver:
             Phase.STOPPING: ("plan", "granted", "trouble"),
             Phase.BACKOFF: ("plan", "granted", "trouble", "stopped"),
             Phase.STOPPED: ("unwant",),
-            Phase.FAILED: ("plan", "refused", "stopped"),
+            Phase.FAILED: ("plan", "granted", "trouble", "stopped"),
         }
         for _ in range(QUICK_FAILURES if phase == Phase.FAILED else 1):
             if self.ring.phase == Phase.BACKOFF:
@@ -116,7 +116,11 @@ NEXT = {
     (Phase.LOADING, "loaded"): Phase.PROBING,
     (Phase.PROBING, "answered"): Phase.SERVING,
     (Phase.STOPPING, "stopped"): Phase.BACKOFF,
-    **{(phase, kind): Phase.STOPPING for phase in sorted(Phase.ACTIVE) for kind in ("trouble", "refused", "unwant")},
+    **{
+        (phase, kind): Phase.STOPPING
+        for phase in sorted(Phase.ACTIVE)
+        for kind in ("trouble", "refused", "yield", "unwant")
+    },
     **{(phase, "unwant"): Phase.STOPPED for phase in (Phase.WAITING, Phase.BACKOFF, Phase.FAILED)},
     **{(phase, "want"): Phase.WAITING for phase in (Phase.STOPPED, Phase.FAILED, Phase.BACKOFF)},
 }
@@ -197,6 +201,7 @@ def test_deadline_is_not_for_phases_without_one(phase: str) -> None:
 def fail_once(it: Driver, jitter: float = 0.0) -> float:
     """One more start that fails; the pause after it in seconds, 0 where there is none."""
     it.send("plan")
+    it.send("granted")
     it.send("trouble", reason="an engine died")
     it.send("stopped", jitter=jitter)
     return it.ring.deadline - it.now if it.ring.phase == Phase.BACKOFF else 0.0
@@ -212,6 +217,26 @@ def test_backoff_doubles_then_the_model_has_failed() -> None:
     assert it.ring.reason == "an engine died"
     assert it.ring.plan is None
     assert it.wait(1e6) == ()
+
+
+def test_refusals_alone_never_fail_a_model() -> None:
+    """Nothing was started: a rank that is taken, or a file that is still read, may be there at the next try."""
+    it = Driver()
+    for _ in range(3 * QUICK_FAILURES):
+        it.send("plan")
+        it.send("refused", reason="its lease belongs to beta")
+        it.send("stopped")
+        assert it.ring.phase == Phase.BACKOFF
+        it.wait(BACKOFF_CAP_S)
+    assert it.ring.failures < QUICK_FAILURES
+
+
+def test_yield_to_another_leader_is_no_failure() -> None:
+    it = at(Phase.LOADING)
+    (effect,) = it.send("yield", reason="beta leads")
+    assert (effect.kind, effect.reason) == ("teardown", "beta leads")
+    it.send("stopped")
+    assert (it.ring.phase, it.ring.failures, it.ring.restarts) == (Phase.WAITING, 0, ())
 
 
 def test_backoff_ends_at_its_deadline_and_not_before() -> None:
@@ -332,6 +357,7 @@ def test_want_while_the_last_failure_is_torn_down_is_tried_afresh() -> None:
         fail_once(it)
         it.wait(BACKOFF_CAP_S)
     it.send("plan")
+    it.send("granted")
     it.send("trouble", reason="again")
     it.send("want")
     it.send("stopped")

@@ -698,7 +698,7 @@ def test_plan_of_equal_layers_uses_the_fewest_nodes(rooms: list[int], count: int
     assert plan([*facts]).world == fewest
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80, deadline=None, derandomize=True)
 @given(st.lists(st.tuples(st.integers(4, 60), st.integers(0, 60)), min_size=1, max_size=4), st.integers(1, 30))
 @pytest.mark.xfail(strict=True, reason="room on a card is spent on what must be in memory: ends, buffers, part layers")
 def test_plan_of_any_boxes_with_cards_overruns_no_memory(rooms: list[tuple[int, int]], count: int) -> None:

@@ -47,8 +47,8 @@ def rank_view(rank: int, **more: Any) -> RankView:
 def model(phase: str = Phase.SERVING, **more: Any) -> ModelView:
     fields: dict[str, Any] = {"model": "qwq-32b", "phase": phase, "seconds": 75.0}
     if phase in Phase.ACTIVE:
-        fields |= {"leader": "alpha", "world": 3, "alive": 3, "windows": (24, 20, 20), "generation": "g1"}
-        fields |= {"ranks": tuple(rank_view(rank) for rank in range(3)), "nodes": ("alpha", "beta", "gamma")}
+        fields |= {"leader": "alpha", "world": 3, "alive": 3, "plan": ring_plan(24, 20, 20), "generation": "g1"}
+        fields |= {"ranks": tuple(rank_view(rank) for rank in range(3))}
     return ModelView(**{**fields, **more})
 
 
@@ -248,14 +248,10 @@ def test_ranks_table_adds_up_wires_and_shows_exits() -> None:
 
 
 def test_status_text_shows_all_that_there_is() -> None:
-    given = snapshot(
-        model(plan_reason="2 nodes share it"),
-        exits=("12:00 killed", "11:00 died"),
-        refusals={"wrong_secret": 3, "a": 1},
-    )
+    given = snapshot(model(), exits=("12:00 killed", "11:00 died"), refusals={"wrong_secret": 3, "a": 1})
     text = status_text(given)
     assert "node alpha of cluster attic, shardbox 0.1.0, up 2 h 1 min, endpoint http://127.0.0.1:8080/v1" in text
-    assert "model qwq-32b: serving\n  2 nodes share it\n  RANK" in text
+    assert "model qwq-32b: serving\n  windows set by hand in `layers`\n  RANK" in text
     assert text.index("12:00 killed") < text.index("11:00 died")
     assert text.endswith("refused connections: a 1, wrong_secret 3")
 

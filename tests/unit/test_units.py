@@ -198,7 +198,7 @@ MESSAGES = [
             ModelView(
                 model="m",
                 phase="serving",
-                windows=(3, 2),
+                plan=ring_plan(3, 2),
                 ranks=(
                     RankView(
                         model="m",
