@@ -135,7 +135,8 @@ def test_event_in_each_phase_moves_as_the_table_says(phase: str, kind: str) -> N
     assert it.ring.phase == NEXT.get((phase, kind), phase)
     if (phase, kind) not in NEXT:
         assert effects == ()
-        assert replace(it.ring, wanted=True) == replace(before, wanted=True)
+        failures = 0 if kind == "want" else before.failures  # an operator's word counts from zero
+        assert replace(it.ring, wanted=True, failures=failures) == replace(before, wanted=True, failures=failures)
 
 
 @pytest.mark.parametrize("phase", PHASES)

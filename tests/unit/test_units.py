@@ -161,7 +161,7 @@ LEAVES = st.builds(
     Leaf,
     word=WORDS,
     count=COUNTS,
-    share=st.floats(allow_nan=False, allow_infinity=False),
+    share=st.floats(-1e200, 1e200),
     flag=st.booleans(),
     maybe=st.none() | COUNTS,
     names=st.lists(WORDS, max_size=3).map(tuple),
