@@ -7,6 +7,7 @@ import http.client
 import json
 import os
 import random
+import re
 import signal
 import socket
 import ssl
@@ -285,9 +286,6 @@ BROKEN_HTTP = {
     "many-headers": b"GET /health HTTP/1.1\r\nHost: a\r\n" + b"X: y\r\n" * 20_000 + b"\r\n",
     "huge-path": b"GET /" + b"x" * 200_000 + b" HTTP/1.1\r\nHost: a\r\n\r\n",
     "nul-in-path": b"GET /\0 HTTP/1.1\r\nHost: a\r\n\r\n",
-    "bad-gzip": b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nAuthorization: Bearer "
-    + KEY.encode()
-    + b"\r\nContent-Encoding: gzip\r\nContent-Length: 4\r\n\r\nnope",
     "two-smuggled": b"GET /health HTTP/1.1\r\nHost: a\r\n\r\n" * 50,
 }
 
@@ -300,12 +298,13 @@ def head(length: int) -> bytes:
     ).encode()
 
 
-def raw(sock: socket.socket, data: bytes) -> bytes:
+def raw(sock: socket.socket, data: bytes, half_close: bool = True) -> bytes:
     """What comes back for these bytes, until the other side ends it."""
     answer = b""
     try:
         sock.sendall(data)
-        sock.shutdown(socket.SHUT_WR)
+        if half_close:
+            sock.shutdown(socket.SHUT_WR)
         while chunk := sock.recv(1 << 16):
             answer += chunk
     except ConnectionError:
@@ -323,7 +322,7 @@ def test_endpoint_given_broken_http_refuses_or_hangs_up(node: Node, what: str) -
     with no_traceback(node), node.dial(node.api) as sock:
         answer = raw(sock, BROKEN_HTTP[what])
     good = what == "two-smuggled"
-    assert answer == b"" or answer.startswith(b"HTTP/1.1 200" if good else (b"HTTP/1.1 4", b"HTTP/1.0 4")), answer[:300]
+    assert answer == b"" or re.match(rb"HTTP/\d\.\d 200" if good else rb"HTTP/\d\.\d 4", answer), answer[:300]
 
 
 @pytest.mark.parametrize("what", BROKEN_CASES)
@@ -331,8 +330,31 @@ def test_control_socket_given_broken_http_refuses_or_hangs_up(node: Node, what: 
     with no_traceback(node), socket.socket(socket.AF_UNIX) as sock:
         sock.settimeout(PATIENCE_S)
         sock.connect(node.control)
-        answer = raw(sock, BROKEN_HTTP[what].replace(b"/v1/completions", b"/want"))
-    assert answer == b"" or answer.startswith((b"HTTP/1.1 4", b"HTTP/1.0 4")), answer[:300]
+        answer = raw(sock, BROKEN_HTTP[what])
+    assert answer == b"" or re.match(rb"HTTP/\d\.\d 4", answer), answer[:300]
+
+
+def bad_gzip(path: str) -> bytes:
+    return (
+        f"POST {path} HTTP/1.1\r\nHost: a\r\nAuthorization: Bearer {KEY}\r\nConnection: close\r\n"
+        "Content-Encoding: gzip\r\nContent-Length: 4\r\n\r\nnope"
+    ).encode()
+
+
+@LOGGED
+def test_endpoint_given_a_body_that_does_not_unpack_refuses(node: Node) -> None:
+    with no_traceback(node), node.dial(node.api) as sock:
+        answer = raw(sock, bad_gzip("/v1/completions"), half_close=False)
+    assert answer.startswith(b"HTTP/1.1 4"), answer[:300]
+
+
+@LOGGED
+def test_control_socket_given_a_body_that_does_not_unpack_refuses(node: Node) -> None:
+    with no_traceback(node), socket.socket(socket.AF_UNIX) as sock:
+        sock.settimeout(PATIENCE_S)
+        sock.connect(node.control)
+        answer = raw(sock, bad_gzip("/want"), half_close=False)
+    assert answer.startswith(b"HTTP/1.1 4"), answer[:300]
 
 
 def test_endpoint_with_slow_body_keeps_serving_others(node: Node) -> None:
@@ -355,9 +377,7 @@ def test_endpoint_with_a_body_too_large_is_413(node: Node) -> None:
 # --- the endpoint: keys ---
 
 
-@pytest.mark.parametrize(
-    "given", ["", "Bearer", "Bearer ", "Bearer x", f"Bearer {KEY}x", f"Basic {KEY}", KEY[:-1], "é"]
-)
+@pytest.mark.parametrize("given", ["", "Bearer", "Bearer ", "Bearer x", f"Bearer {KEY}x", f"Basic {KEY}", KEY[:-1]])
 def test_endpoint_given_a_wrong_key_is_401(node: Node, given: str) -> None:
     for method, path in (("GET", "/v1/models"), ("POST", "/v1/chat/completions"), ("GET", "/nothing")):
         error = openai_error(node.ask(method, path, CHAT if method == "POST" else None, Authorization=given), 401)
@@ -371,7 +391,7 @@ NO_TEXT = b"GET /v1/models HTTP/1.1\r\nHost: a\r\nConnection: close\r\nAuthoriza
 @pytest.mark.xfail(strict=True, reason="a key that is no UTF-8 comes as surrogates, which encode() refuses: 500")
 def test_endpoint_given_a_key_that_is_no_text_is_401(node: Node) -> None:
     with no_traceback(node), node.dial(node.api) as sock:
-        answer = raw(sock, NO_TEXT)
+        answer = raw(sock, NO_TEXT, half_close=False)
     assert answer.startswith(b"HTTP/1.1 401"), answer[:300]
 
 

@@ -119,7 +119,8 @@ def test_plan_ring_takes_fewest_nodes_and_roomiest_leads() -> None:
     assert sum(layers(found).values()) == 8
     assert layers(found)["b"] > layers(found)["c"]
     assert set(found.left_out) == {"a", "d"}
-    assert "too much for any one node (b has 6.65 GiB): 2 nodes share it" in found.reason
+    assert found.reason.startswith("8.05 GiB is too much for any one node")
+    assert found.reason.endswith(" (b has 6.65 GiB): 2 nodes share it")
 
 
 def test_plan_ring_of_equal_nodes_leads_by_name_and_shares_equally() -> None:
@@ -580,8 +581,8 @@ def test_plan_of_server_that_cannot_lead_says_why() -> None:
 @pytest.mark.xfail(strict=True, reason="the reason says no one node has the room, though one has and cannot lead")
 def test_plan_of_server_that_cannot_lead_gives_a_true_reason() -> None:
     found = plan_model(*load("server-that-cannot-lead"))
-    assert "too much for any one node" not in found.reason
-    assert "most room" not in found.ranks[0].why
+    assert "too much for any one node (" not in found.reason
+    assert "leads: most room (" not in found.ranks[0].why
 
 
 def test_plan_of_four_with_an_old_copy_names_it() -> None:
@@ -675,9 +676,8 @@ def test_plan_without_an_unused_node_is_the_same(cluster: tuple[Config, ModelCon
         found = plan_model(settings_, entry, facts)
     except PlanError:
         return
+    assume(not any("other bytes" in why for why in found.left_out.values()))  # there every copy has a vote
     for unused in found.left_out:
-        if "other bytes" in found.left_out[unused]:
-            continue  # its copy had a vote
         less = plan_model(settings_, entry, [node for node in facts if node.name != unused])
         assert (less.ranks, less.reason) == (found.ranks, found.reason)
 
