@@ -25,7 +25,7 @@ from typing import Any
 import pytest
 
 import shardbox
-from shardbox import control_path, free_port_blocks, status_address
+from shardbox import PORT_BLOCK, control_path, status_address
 
 HERE = "127.0.0.1"
 SECRET = "hunter2-correct-horse-battery"
@@ -109,10 +109,29 @@ def http_ask(
         connection.close()
 
 
+def is_free(port: int) -> bool:
+    with socket.socket() as sock:
+        try:
+            sock.bind((HERE, port))
+        except OSError:
+            return False
+    return True
+
+
+def free_ports(count: int) -> int:
+    """The first of so many free ports in a row, below those that the kernel gives to outgoing connections."""
+    for _ in range(100):
+        base = random.SystemRandom().randrange(20000, 32000)
+        if all(map(is_free, range(base, base + count))):
+            return base
+    raise AssertionError("no free ports")
+
+
 @pytest.fixture(scope="module")
 def node(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Node]:
     folder = tmp_path_factory.mktemp("hostile")
-    mesh, api, data, signals = free_port_blocks(1)
+    base = free_ports(2 + 2 * PORT_BLOCK)
+    mesh, api, data, signals = base, base + 1, base + 2, base + 2 + PORT_BLOCK
     cluster = f"t{uuid.uuid4().hex[:12]}"
     config = folder / "box.toml"
     config.write_text(
@@ -146,8 +165,11 @@ def node(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Node]:
         env=env,
     )
     try:
-        eventually(lambda: it.serving() or process.poll() is not None, "the node serves")
-        assert process.poll() is None, log.read_text(encoding="utf-8", errors="replace")
+        try:
+            eventually(lambda: it.serving() or process.poll() is not None, "the node serves")
+            assert process.poll() is None
+        except AssertionError as error:
+            raise AssertionError(log.read_text(encoding="utf-8", errors="replace")) from error
         yield it
     finally:
         if process.poll() is None:
