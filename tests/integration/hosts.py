@@ -398,6 +398,13 @@ class Lan:
             port = f"port{number}"
             tool("ip", "-n", self._switch, "link", "set", port, "type", "bridge_slave", "mcast_flood", "off")
 
+    def separate(self, *names: str, apart: bool = True) -> None:
+        """Hosts that reach every other one, but not each other; `apart` False undoes it."""
+        for name in names:
+            port = f"port{list(self.hosts).index(name) + 1}"
+            state = "on" if apart else "off"
+            tool("ip", "-n", self._switch, "link", "set", port, "type", "bridge_slave", "isolated", state)
+
     def free_address(self) -> str:
         """An address that no host has."""
         return f"{self._subnet}.{random.randrange(100, 250)}"
