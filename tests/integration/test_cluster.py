@@ -82,6 +82,11 @@ def rank_on(snapshot: Snapshot, node: str) -> RankView:
     return next(rank for rank in model(snapshot).ranks if rank.node == node)
 
 
+def nodes_of(snapshot: Snapshot) -> list[str]:
+    """The ring's nodes, the leader first."""
+    return [rank.node for rank in model(snapshot).ranks]
+
+
 def chat(text: str = "What is this?", **more: Any) -> dict[str, Any]:
     return {"model": "tiny", "messages": [{"role": "user", "content": text}], **more}
 
@@ -540,9 +545,8 @@ def test_stop_unknown_model_exits_1_and_names_those_there_are(alpha: Host) -> No
     assert done.returncode in (1, 2) and "no model 'huge'" in done.stderr and "there are: tiny" in done.stderr
 
 
-@pytest.mark.xfail(
-    strict=True, reason="the first views of a new ring are of before its engines ran: 2/3 ranks, CRITICAL"
-)
+# not strict: how long the engines take decides whether it shows
+@pytest.mark.xfail(strict=False, reason="a new ring's first views may be of before its engines ran: 2/3, CRITICAL")
 def test_start_no_node_says_critical_on_the_way(ring: Lan, gamma: Host) -> None:
     before = agree(ring)
     assert gamma.run("stop", "tiny").returncode == 0
@@ -711,7 +715,7 @@ def test_forming_declared_node_missing_503_then_without_it(hosts: MakeLan) -> No
         assert status.returncode == WARNING and "gamma" in status.stdout.splitlines()[0]
 
         found = beta.wait_status(serves(2), "a ring of 2")
-        assert model(found).nodes == ("alpha", "beta")
+        assert nodes_of(found) == ["alpha", "beta"]
         done = beta.run("status", "--brief")
         assert done.returncode == WARNING and "node gamma is missing" in done.stdout
         assert beta.http("POST", CHAT, chat(max_tokens=3)).status == 200
@@ -727,7 +731,7 @@ def test_forming_declared_node_missing_503_then_without_it(hosts: MakeLan) -> No
         alpha.up_process.wait(10)
         for host in (beta, gamma):
             found = host.wait_status(
-                lambda found: model(found).nodes == ("beta", "gamma") and serves(2)(found), "no alpha"
+                lambda found: nodes_of(found) == ["beta", "gamma"] and serves(2)(found), "no alpha"
             )
         assert gamma.http("POST", CHAT, chat(max_tokens=3)).status == 200
 
@@ -788,7 +792,9 @@ def test_prima_ring_of_three_says_what_one_server_says_and_recovers(hosts: MakeL
         expected = plain_server(alpha, folder, path)
         lan.up(*MEMBERS)
         before = alpha.wait_status(serves(3), "a ring of 3", 90)
-        assert model(before).windows == (10, 10, 10) and all(rank.isolated for rank in model(before).ranks)
+        assert [rank.layers for rank in model(before).ranks] == [10, 10, 10] and all(
+            rank.isolated for rank in model(before).ranks
+        )
         gamma.wait_status(serves(3), "gamma knows")
         assert alpha.run("status").returncode == OK
         assert {prompt: completion(gamma.http, prompt) for prompt in PROMPTS} == expected
