@@ -140,7 +140,7 @@ class PlanError(ShardboxError):
 class MeshError(ShardboxError):
     """A mesh connection could not be made; `kind` says why in one word.
 
-    Kinds: unreachable, wrong_secret, wrong_name, refused, protocol, busy.
+    Kinds: unreachable, wrong_secret, wrong_name, refused, protocol, busy, twin (another box has that name).
     """
 
     def __init__(self, what: str, *, kind: str = "unreachable", where: str = "", hint: str = "") -> None:
@@ -4973,7 +4973,8 @@ class Links:
         if status != 200:
             said = data.get("error") if isinstance(data, dict) else None
             what, hint = (said.get("what"), said.get("hint")) if isinstance(said, dict) else (None, None)
-            raise MeshError(str(what or f"answered {status}"), kind="refused", where=target[0], hint=str(hint or ""))
+            kind = "twin" if isinstance(said, dict) and said.get("kind") == "twin" else "refused"
+            raise MeshError(str(what or f"answered {status}"), kind=kind, where=target[0], hint=str(hint or ""))
         return data
 
     async def close(self) -> None:
@@ -5031,8 +5032,15 @@ class Peers:
         self._news: dict[str, asyncio.Event] = {}
 
     def refresh(self) -> None:
-        """Take in new hints; a name heard of for the first time gets its own task."""
-        for hint in self._hints():
+        """Take in new hints; a name heard of for the first time gets its own task. One that never proved itself is
+        forgotten with its last hint."""
+        hints = list(self._hints())
+        heard = {hint.node for hint in hints}
+        for name in [name for name, peer in self.known.items() if name not in heard and peer.facts is None]:
+            self._tasks.pop(name).cancel()
+            del self.known[name]
+            self._news.pop(name, None)
+        for hint in hints:
             peer = self.known.get(hint.node)
             if peer is None:
                 if len(self.known) >= 1024:
@@ -5091,7 +5099,7 @@ class Peers:
                 self._take(peer, hint, state, started)
                 return
             except ShardboxError as error:
-                if peer.name == self._name and isinstance(error, MeshError) and error.kind == "refused":
+                if isinstance(error, MeshError) and error.kind == "twin":
                     self._on_twin(UsageError(error.what, hint=error.hint))
                 error.what = f"{error.what} ({hint.address}:{hint.port})"
                 problem = problem or error
@@ -5947,15 +5955,19 @@ class Node:
         return {"machine": self.facts.machine, "uptime": f"{time.monotonic() - self.started:.3f}"}
 
     def check_twin(self, caller: str, machine: str, uptime_s: float) -> None:
-        """Two boxes with one name: the younger one ends. Raises PlanError towards it."""
-        if caller != self.name or machine == self.facts.machine:
+        """Two boxes with one name: the younger one ends. Raises MeshError (kind "twin") towards it."""
+        known = next((peer.facts for peer in self.peers.live() if peer.name == caller and caller != self.name), None)
+        holder = self.facts if caller == self.name else known
+        if holder is None or machine == holder.machine:
             return
-        if uptime_s <= time.monotonic() - self.started:
-            raise UsageError(
-                f"another box (machine {self.facts.machine[:8]}) already is node {self.name}",
-                hint="give this one another name: --node NAME, SHARDBOX_NODE or its hostname",
-            )
-        self._fail_as_twin(machine)
+        if caller == self.name and uptime_s > time.monotonic() - self.started:
+            self._fail_as_twin(machine)
+            return
+        raise MeshError(
+            f"another box (machine {holder.machine[:8]}) already is node {caller}",
+            kind="twin",
+            hint="give this one another name: --node NAME, SHARDBOX_NODE or its hostname",
+        )
 
     def _fail_as_twin(self, machine: str) -> None:
         self.fail(
@@ -6403,7 +6415,8 @@ async def start_services(node: Node) -> list[Callable[[], Awaitable[None]]]:
 def error_body(error: BaseException) -> dict[str, Any]:
     """What a caller over control is told about a failure."""
     if isinstance(error, ShardboxError):
-        return {"error": {"what": str(ShardboxError(error.what, where=error.where)), "hint": error.hint}}
+        what = f"{error.where}: {error.what}" if error.where else error.what
+        return {"error": {"what": what, "hint": error.hint, "kind": getattr(error, "kind", "")}}
     return {"error": {"what": f"bug: {error!r}", "hint": "that node's log has the traceback"}}
 
 
@@ -6425,7 +6438,7 @@ async def message(request: web.Request, *fields: str) -> dict[str, Any]:
     """The JSON object of a request, with these string fields. Raises MessageError."""
     try:
         data = json.loads(await request.read() or b"{}")
-    except ValueError:
+    except (ValueError, RecursionError):
         raise MessageError("not JSON", where=request.path) from None
     if not isinstance(data, dict):
         raise MessageError("expected an object", where=request.path)
@@ -6547,9 +6560,9 @@ class PeerService:
 
 def line_count(text: str | None) -> int:
     """How many log lines were asked for: 1 to 10,000. Raises UsageError."""
-    if text is None or not text.isdigit() or not 1 <= int(text[:6]) <= 10000:
-        raise UsageError(f"lines must be 1-10000, got {text!r}")
-    return int(text)
+    if not re.fullmatch(r"[0-9]{1,5}", text or "") or not 1 <= int(text or 0) <= 10000:
+        raise UsageError(f"lines must be 1-10000, got {(text or '')[:20]!r}")
+    return int(text or 0)
 
 
 def read_logs(node: Node, model: str, lines: int) -> dict[str, str]:
@@ -6594,7 +6607,9 @@ class OwnerService:
         """Start or stop a model on the whole cluster."""
         data = await message(request, "model")
         model = find_configured(self._node.config, data["model"])
-        self._node.want(model.name, bool(data.get("wanted")))
+        if not isinstance(data.get("wanted"), bool):
+            raise MessageError("expected true or false", where="/want: wanted")
+        self._node.want(model.name, data["wanted"])
         return web.json_response({"model": model.name})
 
     async def nodes(self, request: web.Request) -> web.StreamResponse:
@@ -6726,8 +6741,8 @@ class Endpoint:
     async def guard(self, request: web.Request, handler: Handler) -> web.StreamResponse:
         """Keys first; then every failure in OpenAI's shape."""
         if self._keys and request.path != "/health":
-            given = request.headers.get("Authorization", "").removeprefix("Bearer ").strip().encode()
-            if not any([hmac.compare_digest(given, key) for key in self._keys]):  # noqa: C419 - all, in constant time
+            given = request.headers.get("Authorization", "").removeprefix("Bearer ").strip()
+            if not any([hmac.compare_digest(given.encode(errors="replace"), key) for key in self._keys]):  # noqa: C419 - all, in constant time
                 return api_error(401, "wrong or missing API key", code="invalid_api_key")
         try:
             return await handler(request)
@@ -6794,7 +6809,8 @@ def request_model(node: Node, body: dict[str, Any]) -> ModelConfig | web.Respons
     model = node.config.model(name) if isinstance(name, str) else None
     if model is None:
         names = ", ".join(other.name for other in node.config.models) or "none"
-        return api_error(404, f"the model {name!r} does not exist; there are: {names}", code="model_not_found")
+        shown = repr(name)[:100]
+        return api_error(404, f"the model {shown} does not exist; there are: {names}", code="model_not_found")
     return model
 
 
@@ -6943,17 +6959,17 @@ async def answer_embeddings(session: aiohttp.ClientSession, body: dict[str, Any]
 
 def engine_request(path: str, model: ModelConfig, body: dict[str, Any]) -> dict[str, Any]:
     """The request as Prima's server takes it. Raises UsageError for what it would ignore or get wrong."""
-    asked = {**body, "stream": True, "model": model.name}
+    asked = {**body, "stream": True, "stream_options": {"include_usage": True}, "model": model.name}
     if body.get("n", 1) != 1 or body.get("best_of", 1) not in (0, 1):
         raise UsageError("one choice a request: n and best_of must be 1")
-    limits = [
-        value
-        for key in ("max_completion_tokens", "max_tokens", "n_predict")
-        if isinstance(value := body.get(key), int) and value >= 0
-    ]
-    limits += [model.max_output] if model.max_output else []
+    if not isinstance(body.get("stream", False), bool | None):
+        raise UsageError("stream must be true or false")
+    limits = [model.max_output] if model.max_output else []
     for key in ("max_completion_tokens", "max_tokens", "n_predict"):
-        asked.pop(key, None)
+        limit = asked.pop(key, None)
+        if limit is not None and (not isinstance(limit, int) or isinstance(limit, bool)):
+            raise UsageError(f"{key} must be a whole number")
+        limits += [limit] if limit is not None and limit >= 0 else []
     if limits:
         asked["n_predict"] = min(limits)
     if path == "/v1/completions":
@@ -6968,9 +6984,18 @@ def engine_request(path: str, model: ModelConfig, body: dict[str, Any]) -> dict[
             raise UsageError("echo and suffix are not supported")
         if isinstance(body.get("stop"), str):
             asked["stop"] = [body["stop"]]
-    elif not isinstance(body.get("messages"), list) or not body["messages"]:
-        raise UsageError("messages must be a list with at least one message")
+    elif not is_conversation(body.get("messages")):
+        raise UsageError("messages must be a list of objects, each with a role")
     return asked
+
+
+def is_conversation(messages: Any) -> bool:
+    """Whether a chat's `messages` have the shape that every engine understands."""
+    return (
+        isinstance(messages, list)
+        and bool(messages)
+        and all(isinstance(item, dict) and isinstance(item.get("role"), str) for item in messages)
+    )
 
 
 async def engine_events(reply: aiohttp.ClientResponse) -> AsyncIterator[dict[str, Any]]:
@@ -7505,6 +7530,8 @@ def stop_leftovers(folder: str) -> None:
 def run_status(config_path: str | None, node: str | None, timeout_s: float, as_json: bool, brief: bool) -> int:
     """How the cluster is. Exit code: 0 OK, 1 WARNING, 2 CRITICAL, 3 UNKNOWN (the monitoring-plugins convention)."""
     try:
+        if math.isnan(timeout_s):
+            raise UsageError("--timeout must be a number of seconds")
         config = load_config(config_path)
         name = node_name(config, node)
         snapshot = read_status(config, name, timeout_s)
@@ -8150,6 +8177,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     restore_environment()
     if args[:1] == ["rehearse"]:
         return rehearse(args[1:], os.environ)
+    logging.getLogger("aiohttp.server").setLevel(
+        logging.CRITICAL
+    )  # a client's broken HTTP is no news; bugs are ours to log
     logging.basicConfig(
         level=os.environ.get("SHARDBOX_LOG", "INFO").upper(),
         stream=sys.stderr,
@@ -8162,8 +8192,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         code = build_cli().main(args=args, prog_name="shardbox", standalone_mode=False)
         return int(code or 0)
     except click.ClickException as error:
+        if args[:1] == ["status"]:
+            print(f"SHARDBOX UNKNOWN - {error.format_message()}".replace("\n", " "))
+            return UNKNOWN
         error.show()
-        return UNKNOWN if "status" in args[:1] else 2
+        return 2
     except (click.Abort, KeyboardInterrupt):
         return 130
     except ShardboxError as error:
