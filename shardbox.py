@@ -1569,10 +1569,12 @@ class _Draft:
         need = self.costs.total_bytes + (len(rooms) - 1) * self.costs.worker_buffer_bytes
         have = sum(room.total_bytes for room in rooms)
         listing = ", ".join(f"{room.node} {format_size(room.total_bytes)}" for room in rooms)
-        short = max(need - have, max(self.costs.layer_bytes, default=1))
+        short = f"short by {format_size(need - have)}"
+        if need <= have:
+            short = f"but not in pieces that hold whole layers of {format_size(max(self.costs.layer_bytes))}"
         raise self.error(
             f"too big for the nodes there are: needs {format_size(need)}, they have {format_size(have)} "
-            f"({listing}); short by {format_size(short)}",
+            f"({listing}); {short}",
             "add a box, a smaller quantisation or a shorter context",
         )
 
@@ -1840,6 +1842,7 @@ class Phase:
     BACKOFF = "backoff"
     FAILED = "failed"
     ACTIVE = frozenset({PREPARING, LOADING, PROBING, SERVING})
+    TELLING = (SERVING, PROBING, LOADING, PREPARING, STOPPING, FAILED, BACKOFF)  # whose word counts first
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -1864,7 +1867,7 @@ class Ring:
 class Event:
     """Something that happened to a ring. `generation` fences those that come late; "" fits every one."""
 
-    kind: str  # tick | plan | want | unwant | yield | granted | refused | loaded | answered | trouble | stopped
+    kind: str  # tick plan want unwant yield granted refused loaded answered trouble lost leaving stopped
     generation: str = ""
     reason: str = ""
     plan: ModelPlan | None = None
@@ -1953,11 +1956,12 @@ def _on_trouble(ring: Ring, event: Event, now: float) -> _Step:
     steady = ring.phase == Phase.SERVING and now - ring.served_since >= STEADY_S
     restarts = ring.restarts + ((now,) if ring.phase == Phase.SERVING else ())
     failures = 1 if steady else ring.failures + 1
-    if ring.phase == Phase.PREPARING:  # nothing was started: asked again, but never given up
+    if ring.phase == Phase.PREPARING or event.kind != "trouble":  # no engine is to blame: it is never given up
         failures = min(failures, QUICK_FAILURES - 1)
+    orderly = event.kind == "leaving" and ring.phase in (Phase.PROBING, Phase.SERVING)
     changes = {"last_trouble": event.reason, "failures": failures, "restarts": restarts}
     ring = _move(ring, now, Phase.STOPPING, deadline=0.0, reason=event.reason, **changes)
-    return ring, _effect(ring, "teardown", reason=event.reason)
+    return ring, _effect(ring, "teardown", reason=event.reason, orderly=orderly)
 
 
 def _on_stopped(ring: Ring, event: Event, now: float) -> _Step:
@@ -2026,6 +2030,8 @@ _STEPS = {
     "loaded": _on_loaded,
     "answered": _on_answered,
     "trouble": _on_trouble,
+    "lost": _on_trouble,
+    "leaving": _on_trouble,
     "stopped": _on_stopped,
     "want": _on_want,
     "unwant": _on_unwant,
@@ -2121,6 +2127,7 @@ class PeerView:
     """One node, or something that is not (yet) one, as this node sees it."""
 
     name: str
+    declared: bool = False  # in [[nodes]]: its absence is a warning
     state: str  # self | live | lost | unreachable | refused | foreign | missing
     address: str = ""
     source: str = ""  # static | mdns | self
@@ -4912,6 +4919,7 @@ SETTLE_S = 3.0  # without [[nodes]]: how long nobody new must have come before a
 RING_STOP_S = 6.0  # after the leader's SIGTERM a whole ring is gone in about 3 s (measured)
 TERM_S = 2.0  # from SIGTERM to SIGKILL
 STALL_S = 30.0  # a request in flight, nothing moves and nobody computes for so long: the ring hangs
+WIRE_GRACE_S = 0.5  # from a broken wire to the alarm: the engine whose end broke it can say more
 WATCH_S = 1.0  # between two looks at a ring's ranks
 
 
@@ -5413,7 +5421,11 @@ class RankHost:
         if route.kind == "data" and run.phase in ("starting", "bound"):
             text = f"data wire from {self._name} to rank {route.rank} ({route.node}) broke: {reason}"
             with contextlib.suppress(RuntimeError):
-                loop.call_soon_threadsafe(self._on_trouble, run, text)
+                loop.call_soon_threadsafe(loop.call_later, WIRE_GRACE_S, self._after_wire, run, text)
+
+    def _after_wire(self, run: RankRun, text: str) -> None:
+        if run.phase in ("starting", "bound"):
+            self._on_trouble(run, text)
 
     def open_service(self, peer: str, service: str) -> tuple[socket.socket, WireStats]:
         """The engine's side of a wire that `peer` dialled; in a mesh thread. Raises MeshError to refuse."""
@@ -5627,7 +5639,8 @@ class Rings:
         try:
             await work
         except ShardboxError as error:
-            self.post(model, Event(kind="trouble", generation=effect.generation, reason=str(error).replace("\n", "; ")))
+            kind = "lost" if isinstance(error, MeshError) else "trouble"
+            self.post(model, Event(kind=kind, generation=effect.generation, reason=str(error).replace("\n", "; ")))
         except Exception as error:
             log.exception("model %s: bug in %s", model, effect.kind)
             self.post(model, Event(kind="trouble", generation=effect.generation, reason=f"bug: {error!r}"))
@@ -5755,7 +5768,7 @@ class Rings:
         except MeshError as error:
             since = silent_since.setdefault(rank.node, now)
             if error.kind == "refused" or now - since > LOST_S:
-                raise EngineError(f"rank {rank.rank} ({rank.node}) is lost: {error.what}") from None
+                raise MeshError(f"rank {rank.rank} ({rank.node}) is lost: {error.what}") from None
             return
         silent_since.pop(rank.node, None)
         views[rank.node] = view
@@ -6097,6 +6110,9 @@ class Node:
                     )
         if plan.leader != self.name:
             return None, f"{plan.leader} is to lead it"
+        silent = next((peer for peer in self.peers.live() if peer.problem and plan.rank_of(peer.name)), None)
+        if silent:
+            return None, f"{silent.name} does not answer: {silent.problem}"
         return plan, ""
 
     def _forming_wait(self, model: str, now: float) -> str:
@@ -6165,23 +6181,9 @@ class Node:
         own = self.model_view(name)
         if own.phase in (*Phase.ACTIVE, Phase.STOPPING, Phase.STOPPED):
             return own
-        others = [
-            view for peer in self.peers.live() for view in peer.models if view.model == name and peer.name != self.name
-        ]
-        order = (
-            Phase.SERVING,
-            Phase.PROBING,
-            Phase.LOADING,
-            Phase.PREPARING,
-            Phase.STOPPING,
-            Phase.FAILED,
-            Phase.BACKOFF,
-        )
-        for phase in order:
-            for view in others:
-                if view.phase == phase:
-                    return view
-        return own
+        peers = [peer for peer in self.peers.live() if not peer.problem]
+        others = [view for peer in peers for view in peer.models if view.model == name and view.phase in Phase.TELLING]
+        return min(others, key=lambda view: Phase.TELLING.index(view.phase), default=own)
 
     def peer_views(self) -> list[PeerView]:
         """Every node that this one knows of, with what is wrong with it."""
@@ -6229,7 +6231,7 @@ class Node:
                 )
         named = {view.name for view in views}
         views += [
-            PeerView(name=node.name, state="missing", detail="in [[nodes]], never seen")
+            PeerView(name=node.name, declared=True, state="missing", detail="in [[nodes]], never seen")
             for node in self.config.nodes
             if node.name not in named
         ]
@@ -6246,6 +6248,7 @@ class Node:
             detail = detail or "its shardbox.toml differs from this one"
         return PeerView(
             name=peer.name,
+            declared=declared,
             state=state,
             address=peer.target[1] if peer.target else hint.address if hint else "",
             source=peer.source or (hint.source if hint else ""),
@@ -6338,6 +6341,7 @@ class Node:
     async def _shut_down(self, services: list[Callable[[], Awaitable[None]]]) -> None:
         log.info("stopping")
         await self.rings.close()
+        await self._leave_rings()
         await self.host.close()
         await self.discovery.close()
         await self.peers.close()
@@ -6347,6 +6351,18 @@ class Node:
         await asyncio.get_running_loop().run_in_executor(self.pool, self.mesh.close)
         self.surveyor.close()
         self.pool.shutdown(wait=False, cancel_futures=True)
+
+    async def _leave_rings(self) -> None:
+        """Tell the leaders of rings that this node is part of, and give them time to stop them in order."""
+
+        async def leave(run: RankRun) -> None:
+            model, generation = run.plan.model, run.lease.generation
+            body = {"model": model, "generation": generation, "reason": f"{self.name} goes down", "leaving": "yes"}
+            with contextlib.suppress(ShardboxError, TimeoutError):
+                await self.peers.call(run.lease.proposer, "POST", "/peer/trouble", body)
+                await asyncio.wait_for(run.exited.wait(), RING_STOP_S)
+
+        await gather_all(leave(run) for run in self.host.runs.values() if run.lease.proposer != self.name)
 
     async def _tick_loop(self) -> None:
         while True:
@@ -6528,9 +6544,8 @@ class PeerService:
         ring = self._node.rings.rings.get(data["model"])
         if ring and ring.plan and ring.plan.rank_of(self._caller(request)):
             reason = printable(data["reason"])[:1000]
-            self._node.rings.post(
-                data["model"], Event(kind="trouble", generation=data["generation"] or "-", reason=reason)
-            )
+            kind = "leaving" if data.get("leaving") else "trouble"
+            self._node.rings.post(data["model"], Event(kind=kind, generation=data["generation"] or "-", reason=reason))
         return web.json_response({})
 
     async def news(self, request: web.Request) -> web.StreamResponse:
@@ -6973,20 +6988,24 @@ def engine_request(path: str, model: ModelConfig, body: dict[str, Any]) -> dict[
     if limits:
         asked["n_predict"] = min(limits)
     if path == "/v1/completions":
-        prompt = body.get("prompt")
-        if isinstance(prompt, list) and len(prompt) == 1 and isinstance(prompt[0], str):
-            asked["prompt"] = prompt[0]
-        elif not isinstance(prompt, str) and not (
-            isinstance(prompt, list) and prompt and all(isinstance(token, int) for token in prompt)
-        ):
-            raise UsageError("prompt must be one string, or one list of tokens")
-        if body.get("echo") or body.get("suffix"):
-            raise UsageError("echo and suffix are not supported")
-        if isinstance(body.get("stop"), str):
-            asked["stop"] = [body["stop"]]
-    elif not is_conversation(body.get("messages")):
+        return text_request(asked)
+    if not is_conversation(body.get("messages")):
         raise UsageError("messages must be a list of objects, each with a role")
     return asked
+
+
+def text_request(asked: dict[str, Any]) -> dict[str, Any]:
+    """A text completion as Prima's `/completion` takes it. Raises UsageError."""
+    prompt = asked.get("prompt")
+    if isinstance(prompt, list) and len(prompt) == 1 and isinstance(prompt[0], str):
+        prompt = prompt[0]
+    tokens = isinstance(prompt, list) and bool(prompt) and all(isinstance(token, int) for token in prompt)
+    if not isinstance(prompt, str) and not tokens:
+        raise UsageError("prompt must be one string, or one list of tokens")
+    if asked.get("echo") or asked.get("suffix"):
+        raise UsageError("echo and suffix are not supported")
+    stop = asked.get("stop")
+    return {**asked, "prompt": prompt, **({"stop": [stop]} if isinstance(stop, str) else {})}
 
 
 def is_conversation(messages: Any) -> bool:
@@ -7158,7 +7177,7 @@ def judge(snapshot: Snapshot) -> tuple[int, list[str]]:
     found += [
         (WARNING, f"node {peer.name} is {peer.state}" + (f": {peer.detail}" if peer.detail else ""))
         for peer in snapshot.peers
-        if peer.state in ("missing", "lost", "unreachable")
+        if peer.declared and peer.state in ("missing", "lost", "unreachable")
     ]
     found += [(WARNING, warning) for warning in snapshot.warnings]
     if snapshot.engine_kind == "rehearsal" and not snapshot.demo:
@@ -8004,7 +8023,7 @@ def demo_config(count: int, mdns: bool, ports: Sequence[int], secret: str) -> st
     """The TOML of the demo: `count` nodes of 9 GiB, and a model of 20 GiB that none of them could hold."""
     lines = [
         "[cluster]",
-        'name = "demo"',
+        f'name = "demo-{os.getpid()}"',
         f'secret = "{secret}"',
         f'discovery = "{"mdns" if mdns else "static"}"',
         'interfaces = ["lo"]' if sys.platform == "linux" else 'interfaces = ["lo0"]',
@@ -8177,9 +8196,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     restore_environment()
     if args[:1] == ["rehearse"]:
         return rehearse(args[1:], os.environ)
-    logging.getLogger("aiohttp.server").setLevel(
-        logging.CRITICAL
-    )  # a client's broken HTTP is no news; bugs are ours to log
+    for name in ("aiohttp.server", "zeroconf"):  # a client's broken HTTP or a vanished address is no bug of ours
+        logging.getLogger(name).setLevel(logging.CRITICAL)
     logging.basicConfig(
         level=os.environ.get("SHARDBOX_LOG", "INFO").upper(),
         stream=sys.stderr,
