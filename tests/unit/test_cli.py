@@ -489,7 +489,6 @@ def test_plan_of_this_box_alone_when_no_node_is_up(run: Any, toml: str) -> None:
         ["start", "m"],
         ["stop", "m"],
         ["check"],
-        ["check", "--json"],
         ["down"],
         ["down", "--all"],
         ["up", "--node", "omega"],
