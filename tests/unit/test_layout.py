@@ -179,7 +179,6 @@ def test_allowed_references_all_exist() -> None:
     assert {(user, used) for user, used, _ in downward()} >= ALLOWED
 
 
-@pytest.mark.xfail(strict=True, reason="PORT_BLOCK is bound in section 3 and again in section 5")
 def test_names_are_bound_once() -> None:
     """A second binding further down would hide a reference down the file, and confuse its reader."""
     seen: dict[str, int] = {}
