@@ -77,7 +77,7 @@ def snapshot(*models: ModelView, **more: Any) -> Snapshot:
 
 
 def peer(state: str, **more: Any) -> tuple[PeerView, ...]:
-    return (*PEERS[:2], PeerView(name="gamma", state=state, **more))
+    return (*PEERS[:2], PeerView(name="gamma", state=state, **{"declared": state != "gone", **more}))
 
 
 # --- the contract's table ---
@@ -91,6 +91,7 @@ CASES = [
     ("ok-no-models", OK, replace(snapshot(), models=()), "no models configured"),
     ("ok-demo", OK, snapshot(engine_kind="rehearsal", demo=True), "qwq-32b 3/3"),
     ("ok-stranger", OK, snapshot(peers=(*PEERS, PeerView(name="other", state="foreign"))), "qwq-32b 3/3"),
+    ("ok-undeclared-node-lost", OK, snapshot(peers=peer("lost", declared=False)), "qwq-32b 3/3"),
     ("ok-undeclared-node-gone", OK, snapshot(peers=peer("gone")), "qwq-32b 3/3"),
     (
         "warn-node-missing",
