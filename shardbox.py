@@ -74,7 +74,7 @@ from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from io import BufferedReader
-from typing import TYPE_CHECKING, Any, BinaryIO, NamedTuple, NoReturn, TypeVar
+from typing import TYPE_CHECKING, Any, BinaryIO, NoReturn, TypeVar
 
 import aiohttp
 from aiohttp import web
@@ -3497,10 +3497,10 @@ def printable(text: str) -> str:
 # A member can pose as another one, for all hold the authority; a stranger can pose as none.
 
 MESH_PROTOCOL = 1
-HALF_OPEN_MAX = 256  # connections of one listener that wait for a proof, or for the far node
+HALF_OPEN_MAX = 256  # connections of a station that wait for a proof, or for the far node
 CHECK_S = 1  # how often a pump that waits looks around: bounds how late a cut is noticed
 CLOSE_WAIT_S = 2.0  # for threads to end, on close
-PREFACE_MAX_BYTES = 4096
+PREFACE_MAX_BYTES = 8192
 FRAME_BYTES = 256 * 1024
 CONTROL_FRAME_BYTES = 32 * 1024  # small messages, many connections
 SECRET_MIN_CHARS = 20
@@ -3529,10 +3529,7 @@ class MeshKeys:
 
 
 def mesh_keys(secret: str, cluster: str, node: str) -> MeshKeys:
-    """Keys of `node` in `cluster`; takes about 100 ms (scrypt, RFC 7914) so that guessing is slow.
-
-    Raises MeshError for a secret that could be guessed; its text is never part of a message.
-    """
+    """Keys of `node`, in about 100 ms (scrypt, RFC 7914): guessing is slow. Raises MeshError for a short secret."""
     from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
     if len(secret) < SECRET_MIN_CHARS:
@@ -3582,7 +3579,7 @@ def _certificate(subject: str, public: Ed25519PublicKey, authority: Ed25519Priva
 
 
 def _frame_keys(asked: bytes, answered: bytes) -> tuple[bytes, bytes]:
-    """(client -> server, server -> client) from the two prefaces, whose random parts left TLS on neither side."""
+    """(client -> server, server -> client) from the two prefaces, which nobody saw outside the proven channel."""
     keys = hmac.digest(b"shardbox frames 1", asked + answered, "sha512")  # HKDF-Extract (RFC 5869, 2.2)
     return keys[:32], keys[32:]
 
@@ -3636,7 +3633,7 @@ def _unanswered_s(sock: socket.socket) -> float:
     TCP_USER_TIMEOUT would also end a connection whose peer is well but does not read for so long (a
     stopped engine, a slow disk: measured on 6.18, tcp_probe_timer in net/ipv4/tcp_timer.c). This does not.
     """
-    if sys.platform != "linux" or sock.family == socket.AF_UNIX:
+    if sys.platform != "linux":
         return 0.0
     info = sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 104)
     waits = len(info) >= 60 and (info[2] or info[3])  # struct tcp_info: tcpi_retransmits, tcpi_probes
@@ -3650,10 +3647,10 @@ def _reset(sock: socket.socket) -> None:
     sock.close()
 
 
-def _wake(sock: socket.socket) -> None:
+def _wake(sock: socket.socket, how: int = socket.SHUT_RDWR) -> None:
     """End the waiting of a thread in `sock`, or in a duplicate of it; nothing can be had from it any more."""
     with contextlib.suppress(OSError):
-        sock.shutdown(socket.SHUT_RDWR)
+        sock.shutdown(how)
 
 
 class SealedLink:
@@ -3666,20 +3663,16 @@ class SealedLink:
         self.peer, self.service, self.why = peer, service, ""
         self._wire, self._keys, self._dead_peer_s = sock, keys, dead_peer_s
         self._frame_bytes = CONTROL_FRAME_BYTES if service == "control" else FRAME_BYTES
-        self._answered_at = 0.0  # monotonic seconds of the last check that found the peer well
+        self._answered_at = time.monotonic()  # the last check that found the peer well
         self._threads: list[threading.Thread] = []
         self._lock = threading.Lock()  # for the fields below; a socket closes only under it
         self._sides = {sock: peer}
         self._cut, self._running = False, 0
 
     def pump(self, local: socket.socket, stats: WireStats, on_end: Callable[[bool], None] | None = None) -> None:
-        """Start carrying bytes both ways and return; both sockets are closed at the end.
-
-        `on_end(clean)` is called once, from a pump thread; `why` then says what went wrong.
-        """
+        """Carry bytes both ways in threads, then close both sockets and call `on_end(clean)`; `why` tells more."""
         stats.opened += 1
         stats.connections += 1
-        self._answered_at = time.monotonic()
         with self._lock:
             self._sides[local], self._running = "this box", 2
             _tune(local)
@@ -3701,11 +3694,10 @@ class SealedLink:
                 return
             self._cut, self.why = True, why
             for sock in self._sides:
-                if not self._running:
+                if self._running:
+                    _wake(sock, socket.SHUT_RD)  # which does not tell the other side of an end
+                else:
                     _reset(sock)
-                    continue
-                with contextlib.suppress(OSError):  # wakes the reader but does not tell the other end of an end
-                    sock.shutdown(socket.SHUT_RD)
 
     def join(self, deadline: float) -> None:
         """Wait until the pumps have ended, at most until `deadline` (monotonic seconds)."""
@@ -3756,7 +3748,7 @@ class SealedLink:
             raise ConnectionAbortedError(f"{self.peer} has not answered for {self._dead_peer_s:.0f} s")
 
     def _moved(self, sock: socket.socket, move: Callable[[memoryview], int], view: memoryview) -> int:
-        """What `move`, a call of `sock`, returns for `view`; looks around as long as it has to wait."""
+        """What `move`, a call of `sock`, returns for `view`; looks around while it waits."""
         while True:
             try:
                 moved = move(view)
@@ -3813,9 +3805,8 @@ class SealedLink:
 class _Station:
     """Serves what connects to its listeners, and owns the links that it made, until close().
 
-    Each connection is served in a thread of its own. It is a guest until that thread calls `_take`. Past
-    HALF_OPEN_MAX the oldest guest is hung up on: idle strangers cannot keep out a node, which needs 3 ms to
-    prove itself.
+    Each connection has a thread and is a guest until that calls `_take`. Past HALF_OPEN_MAX the oldest guest is
+    hung up on: idle strangers cannot keep out a node, which needs 3 ms to prove itself.
     """
 
     def __init__(self, serve: Callable[[socket.socket, str], None], hang_up: Callable[[socket.socket], None]) -> None:
@@ -3823,9 +3814,8 @@ class _Station:
         from weakref import WeakSet
 
         self._serve_guest, self._hang_up = serve, hang_up
-        self._closing = threading.Event()
         self._doors: list[tuple[socket.socket, threading.Thread]] = []
-        self._lock = threading.Lock()  # for the fields below
+        self._closing, self._lock = threading.Event(), threading.Lock()  # the lock is for the fields below
         self._guests: dict[threading.Thread, socket.socket] = {}  # oldest first
         self._links: WeakSet[SealedLink] = WeakSet()
 
@@ -3840,8 +3830,7 @@ class _Station:
             oldest = None
             try:
                 sock, address = listener.accept()
-                args = (sock, str(address[0]) if address else "")
-                thread = threading.Thread(target=self._serve_guest, name="guest", args=args, daemon=True)
+                thread = threading.Thread(target=self._serve_guest, args=(sock, str(address[0])), daemon=True)
                 with self._lock:
                     thread.start()
                     self._guests[thread] = sock
@@ -3892,7 +3881,7 @@ def _until(sock: socket.socket, deadline: float) -> None:
 
 def _say(tls: ssl.SSLSocket, deadline: float, **note: object) -> bytes:
     """The preface that was sent."""
-    line = json.dumps({"random": secrets.token_hex(32), **note}, ensure_ascii=False).encode() + b"\n"
+    line = json.dumps({"random": secrets.token_hex(32), **note}).encode() + b"\n"
     _until(tls, deadline)
     tls.sendall(line)
     return line
@@ -3906,7 +3895,7 @@ def _hear(tls: ssl.SSLSocket, deadline: float) -> tuple[bytes, dict[str, object]
     try:
         return line, dict(json.loads(line))
     except (ValueError, TypeError, RecursionError):
-        raise ConnectionAbortedError("what came is no preface") from None
+        raise ConnectionAbortedError("it hung up, or what came is no preface") from None
 
 
 def _leave_tls(tls: ssl.SSLSocket, deadline: float) -> socket.socket:
@@ -3940,8 +3929,7 @@ class Mesh(_Station):
     ) -> None:
         """`open_service(peer, service)` connects the local side; it raises ShardboxError or OSError to refuse.
 
-        `handshake_deadline_s`: from accepting a connection until it pumps, in all. `dead_peer_s`: how long
-        a peer may leave bytes or probes unanswered.
+        `handshake_deadline_s`: from accepting to pumping. `dead_peer_s`: for bytes unanswered; kernels need 2.
         """
         super().__init__(self._serve, _wake)
         self.refusals: Counter[str] = Counter()
@@ -3966,7 +3954,8 @@ class Mesh(_Station):
                 raise OSError("not even an alert as an answer")
             _until(sock, deadline)
             # a duplicate: until `_take` another thread may hang up on `sock`
-            with self._keys.server.wrap_socket(sock.dup(), True) as tls:
+            with self._keys.server.wrap_socket(sock.dup(), True, do_handshake_on_connect=False) as tls:
+                tls.do_handshake()  # unlike wrap_socket() it never passes over a socket that is not connected
                 proven = self._take()
                 kind = self._answer(tls, deadline) if proven else "busy"
         except OSError as error:
@@ -4005,9 +3994,9 @@ class Mesh(_Station):
 
     def _mismatch(self, note: dict[str, object]) -> tuple[str, str]:
         """(kind, reason) to refuse one that speaks otherwise or means another node; else empty."""
-        if note.get("protocol") != MESH_PROTOCOL:
-            theirs = repr(note.get("protocol"))[:20]
-            return "protocol", f"this node speaks mesh protocol {MESH_PROTOCOL}, the caller {theirs}"
+        theirs = note.get("protocol")
+        if theirs != MESH_PROTOCOL:
+            return "protocol", f"this node speaks mesh protocol {MESH_PROTOCOL}, the caller {theirs!r:.20}"
         if note.get("to") not in ("", self._keys.node):
             return "wrong_name", f"the node there is {self._keys.node}"
         return "", ""
@@ -4017,8 +4006,7 @@ class Mesh(_Station):
 
     def dial(self, address: str, port: int, peer: str, service: str, timeout_s: float) -> SealedLink:
         """A link to the node `peer` for `service`; blocks up to `timeout_s`. Raises MeshError."""
-        bare, keys, _ = self._call(address, port, peer, service, timeout_s)
-        return self._link(bare, peer, service, keys)
+        return self._call(address, port, peer, service, timeout_s)[0]
 
     def connect(self, address: str, port: int, peer: str, service: str, timeout_s: float) -> socket.socket:
         """The same as a plain stream socket. A reset may look like an end there: check lengths or hashes."""
@@ -4029,14 +4017,12 @@ class Mesh(_Station):
 
     def probe(self, address: str, port: int, timeout_s: float) -> str:
         """The name of the node there, if it has the secret and speaks as we do. Raises MeshError."""
-        bare, _, node = self._call(address, port, "", "", timeout_s)
-        bare.close()
+        link, node = self._call(address, port, "", "", timeout_s)
+        link.close()
         return node
 
-    def _call(
-        self, address: str, port: int, peer: str, service: str, timeout_s: float
-    ) -> tuple[socket.socket, tuple[bytes, bytes], str]:
-        """(socket, frame keys, name of the node there) once `service` is open; "" asks any node for its name."""
+    def _call(self, address: str, port: int, peer: str, service: str, timeout_s: float) -> tuple[SealedLink, str]:
+        """(link, name of the node there) once `service` is open; "" as peer and service only asks for the name."""
         where = f"{peer} at {address}:{port}".removeprefix(" at ")
         deadline, step = time.monotonic() + timeout_s, "no connection"
         ask = {"protocol": MESH_PROTOCOL, "from": self._keys.node, "to": peer, "service": service}
@@ -4045,7 +4031,8 @@ class Mesh(_Station):
                 _tune(sock)
                 _until(sock, deadline)
                 step = "handshake"
-                with self._keys.client.wrap_socket(sock) as tls:
+                with self._keys.client.wrap_socket(sock, do_handshake_on_connect=False) as tls:
+                    tls.do_handshake()
                     step = "lost on the way"
                     asked = _say(tls, deadline, **ask)
                     answered, answer = _hear(tls, deadline)
@@ -4058,7 +4045,7 @@ class Mesh(_Station):
         if answer.get("kind"):
             bare.close()
             raise MeshError(str(answer.get("reason")), kind=str(answer["kind"]), where=where)
-        return bare, _frame_keys(asked, answered), str(answer.get("node"))
+        return self._link(bare, peer, service, _frame_keys(asked, answered)), str(answer.get("node"))
 
 
 class Wire(_Station):
