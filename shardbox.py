@@ -2642,16 +2642,23 @@ class Surveyor:
     RECHECK_S = 10.0  # between two looks at model files, binaries and network addresses
 
     def __init__(self, config: Config, name: str, folder: str) -> None:
-        self._config = config
-        self._name = name
-        self._cache = HashCache(folder)
-        self._start = time.time_ns()
-        self._machine = machine_identity()
-        self._isolation = isolation_problem()
-        self._checked = 0.0
+        self._config, self._node, self._cache = config, config.node(name), HashCache(folder)
+        self._fixed: dict[str, Any] = {
+            "name": name,
+            "machine": machine_identity(),
+            "start": time.time_ns(),
+            "protocol": PROTOCOL,
+            "version": VERSION,
+            "config_hash": config.hash,
+            "platform": probe_platform(),
+            "mesh_port": self._node.ports.mesh,
+            "isolation": isolation_problem(),
+            "engine_kind": config.engine.kind,
+            "ports": self._node.ports,
+        }
         self._slow: dict[str, Any] = {}
+        self._checked, self._available = 0.0, 0
         self._known: dict[str, tuple[Any, Any]] = {}  # probe -> what its files looked like, and what it said
-        self._available = 0
         self._progress: dict[str, int] = {}
         self._roots: dict[str, tuple[str, str]] = {}  # model -> (content hash, problem)
         self._stop = threading.Event()
@@ -2659,85 +2666,64 @@ class Surveyor:
 
     def survey(self, *, own_bytes: int) -> NodeFacts:
         """The facts now. Memory is reported in steps, so that facts change only when something did."""
-        now = time.monotonic()
+        now, memory = time.monotonic(), probe_memory()
         if not self._slow or now - self._checked > self.RECHECK_S:
             self._slow, self._checked = self._look(), now
-        memory = probe_memory()
         if abs(memory.available_bytes - self._available) > max(memory.total_bytes // 50, 64 * MIB):
             self._available = memory.available_bytes
-        memory = dataclasses.replace(memory, available_bytes=self._available or memory.available_bytes)
-        models = tuple(self._with_root(copy) for copy in self._slow["models"])
-        return NodeFacts(
-            name=self._name,
-            machine=self._machine,
-            start=self._start,
-            protocol=PROTOCOL,
-            version=VERSION,
-            config_hash=self._config.hash,
-            platform=probe_platform(),
-            cores=probe_cores(),
-            memory=memory,
-            mesh_port=self._config.node(self._name).ports.mesh,
-            isolation=self._isolation,
-            engine_kind=self._config.engine.kind,
-            ports=self._config.node(self._name).ports,
-            own_bytes=own_bytes // (64 * MIB) * (64 * MIB),
-            **{**self._slow, "models": models},
-        )
+        changing = {
+            "memory": replace(memory, available_bytes=self._available or memory.available_bytes),
+            "models": tuple(map(self._with_root, self._slow["models"])),
+            "own_bytes": own_bytes // (64 * MIB) * (64 * MIB),
+        }
+        return NodeFacts(**self._fixed | self._slow | changing)
 
     def _look(self) -> dict[str, Any]:
-        node = self._config.node(self._name)
         addresses, _ = local_addresses(self._config.cluster.interfaces)
+        gpus, note = ((), "") if self._node.gpu_memory_bytes == 0 else probe_gpus()
+        models = [self._model(model) for model in self._config.models]
         roles = ENGINE_ROLES if self._config.engine.kind == "prima" else ()
-        models = tuple(self._model(model, node) for model in self._config.models)
-        gpus, note = ((), "") if node.gpu_memory_bytes == 0 else probe_gpus()
-        self._start_hashing(models)
-        binaries = tuple(self._binary(role, node.engine) for role in roles)
-        return {"addresses": addresses, "binaries": binaries, "models": models, "gpus": gpus, "gpu_note": note}
+        if roles and not (self._hasher and self._hasher.is_alive()):
+            work = [copy.path for copy in models if copy.path and not copy.problem]
+            self._hasher = threading.Thread(target=self._hash, args=(work,), name="hash", daemon=True)
+            self._hasher.start()
+        found = {"addresses": addresses, "binaries": tuple(map(self._binary, roles)), "models": models}
+        return {**found, "gpus": gpus, "gpu_note": note, "cores": probe_cores()}
 
-    def _binary(self, role: str, engine: EngineConfig) -> BinaryFacts:
+    def _binary(self, role: str) -> BinaryFacts:
+        engine = self._node.engine
         folders = [os.path.join(self._config.folder, path) for path in engine.path]
         lib = os.path.join(self._config.folder, engine.lib) if engine.lib else ""
-        env = engine_environment(os.environ, engine, {})
-        paths = [os.path.join(folder, ROLE_BINARIES[role]) for folder in folders]
+        env, paths = engine_environment(os.environ, engine, {}), [os.path.join(f, ROLE_BINARIES[role]) for f in folders]
         probe = functools.partial(probe_binary, role, folders, lib=lib, env=env, cache=self._cache)
         return self._unless_changed(role, paths, probe)
 
-    def _model(self, model: ModelConfig, node: NodeConfig) -> ModelFacts:
-        path = find_model(model.path, folder=self._config.folder, dirs=node.model_dirs)
-        probe = functools.partial(probe_model, model.name, model.path, folder=self._config.folder, dirs=node.model_dirs)
-        return self._unless_changed(f"model {model.name}", part_paths(path), probe)
+    def _model(self, model: ModelConfig) -> ModelFacts:
+        places: dict[str, Any] = {"folder": self._config.folder, "dirs": self._node.model_dirs}
+        probe = functools.partial(probe_model, model.name, model.path, **places)
+        return self._unless_changed(f"model {model.name}", part_paths(find_model(model.path, **places)), probe)
 
     def _unless_changed(self, key: str, paths: Sequence[str], probe: Callable[[], T]) -> T:
         """What the probe said when these files last changed."""
-        signature = tuple(file_signature(path) for path in paths)
-        known = self._known.get(key)
-        if known is None or known[0] != signature:
-            known = self._known[key] = (signature, probe())
-        return typing.cast(T, known[1])
+        signature = [file_signature(path) for path in paths]
+        if key not in self._known or self._known[key][0] != signature:
+            self._known[key] = (signature, probe())
+        return typing.cast(T, self._known[key][1])
 
     def _with_root(self, copy: ModelFacts) -> ModelFacts:
         root, problem = self._roots.get(copy.path, ("", ""))
-        return dataclasses.replace(
-            copy, root=root, problem=copy.problem or problem, hashed_bytes=self._progress.get(copy.path, 0)
-        )
+        hashed = self._progress.get(copy.path, 0)
+        return replace(copy, root=root, problem=copy.problem or problem, hashed_bytes=hashed)
 
-    def _start_hashing(self, models: Sequence[ModelFacts]) -> None:
-        """Read new or changed files in the background; unchanged ones come from the cache at once."""
-        if self._config.engine.kind != "prima" or (self._hasher and self._hasher.is_alive()):
-            return
-        work = [copy for copy in models if copy.path and not copy.problem]
-        self._hasher = threading.Thread(target=self._hash, args=(work,), name="hash", daemon=True)
-        self._hasher.start()
-
-    def _hash(self, models: Sequence[ModelFacts]) -> None:
-        for copy in models:
+    def _hash(self, paths: Sequence[str]) -> None:
+        """In a thread: read new or changed files; unchanged ones come from the cache at once."""
+        for path in paths:
+            root, problem = "", ""
             try:
-                self._roots[copy.path] = (self._content(copy.path), "")
-            except ShardboxError as error:
-                self._roots[copy.path] = ("", error.what)
-            except OSError as error:
-                self._roots[copy.path] = ("", f"cannot be read: {error.strerror}")
+                root = self._content(path)
+            except (ShardboxError, OSError) as error:
+                problem = error.what if isinstance(error, ShardboxError) else f"cannot be read: {error.strerror}"
+            self._roots[path] = (root, problem)
             if self._stop.is_set():
                 return
 
@@ -2745,9 +2731,8 @@ class Surveyor:
         """The content hash over all parts; the progress counts on from part to part."""
         hashes: list[tuple[int, Sequence[str]]] = []
         for part in part_paths(path):
-            before = sum(size for size, _ in hashes)
 
-            def note(count: int, before: int = before) -> None:
+            def note(count: int, before: int = sum(size for size, _ in hashes)) -> None:
                 self._progress[path] = before + count
 
             chunks = self._cache.file_hashes(part, progress=note, stop=self._stop.is_set)
@@ -2785,42 +2770,35 @@ def write_atomic(path: str, data: bytes) -> None:
     os.replace(draft, path)
 
 
-def port_owner(port: int) -> str:
-    """Who listens on a TCP port here: "nginx (pid 812)", "" where that cannot be seen."""
+def port_owner_hint(port: int) -> str:
+    """What to do about a TCP port that is taken; names its owner where that can be seen."""
     inodes = set()
     for table in ("/proc/net/tcp", "/proc/net/tcp6"):
         with contextlib.suppress(OSError), open(table) as file:
-            for line in file.readlines()[1:]:
-                fields = line.split()
-                if fields[3] == "0A" and int(fields[1].rsplit(":", 1)[1], 16) == port:
+            for fields in map(str.split, file.readlines()[1:]):
+                if fields[3] == "0A" and int(fields[1].rsplit(":", 1)[1], 16) == port:  # 0A: LISTEN
                     inodes.add(f"socket:[{fields[9]}]")
     for pid in filter(str.isdigit, os.listdir("/proc") if inodes else []):
         with contextlib.suppress(OSError):
             for fd in os.listdir(f"/proc/{pid}/fd"):
                 if os.readlink(f"/proc/{pid}/fd/{fd}") in inodes:
                     with open(f"/proc/{pid}/comm") as file:
-                        return f"{file.read().strip()} (pid {pid})"
-    return ""
-
-
-def port_owner_hint(port: int) -> str:
-    """What to do about a port that is taken."""
-    owner = port_owner(port)
-    return f"port {port} is used by {owner}; end it or choose another port" if owner else f"is port {port} taken?"
+                        owner = f"{file.read().strip()} (pid {pid})"
+                    return f"port {port} is used by {owner}; end it or choose another port"
+    return f"is port {port} taken?"
 
 
 def check_ports_free(wiring: RankWiring) -> None:
     """Raises EngineError naming the first port of this rank that another process holds."""
     own = [wiring.data_port, wiring.signal_port] if wiring.routes else []
-    for port in [*own, *[route.port for route in wiring.routes], *([wiring.http_port] if wiring.http_port else [])]:
+    for port in filter(None, [*own, *(route.port for route in wiring.routes), wiring.http_port]):
         with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as sock:
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             try:
                 sock.bind(("0.0.0.0", port))
             except OSError as error:
-                raise EngineError(
-                    f"port {port} cannot be had: {error.strerror}", where="ports", hint=port_owner_hint(port)
-                ) from None
+                what = f"port {port} cannot be had: {error.strerror}"
+                raise EngineError(what, where="ports", hint=port_owner_hint(port)) from None
 
 
 def self_command() -> list[str]:
@@ -2829,10 +2807,9 @@ def self_command() -> list[str]:
 
 
 def state_folder(cluster: str, node: str) -> str:
-    """Where this node keeps its state: see the README. Raises UsageError where no place can be found."""
-    if os.geteuid() == 0:
-        base = "/var/lib/shardbox"
-    else:
+    """Where this node keeps its state; see the README."""
+    base = "/var/lib/shardbox"
+    if os.geteuid() != 0:
         home = os.environ.get("XDG_STATE_HOME") or os.path.join(os.path.expanduser("~"), ".local", "state")
         base = os.path.join(home, "shardbox")
     return os.path.join(os.environ.get("SHARDBOX_STATE") or base, cluster, node)
@@ -4507,6 +4484,15 @@ async def gather_all(actions: Iterable[Awaitable[None]]) -> None:
             raise result
 
 
+def view_of(kind: type[T], *sources: object, **given: Any) -> T:
+    """A view: each field is given, or comes from the first source that has an attribute of its name."""
+    for field in dataclasses.fields(typing.cast(Any, kind)):
+        holder = next((source for source in sources if hasattr(source, field.name)), None)
+        if field.name not in given and holder is not None:
+            given[field.name] = getattr(holder, field.name)
+    return kind(**given)
+
+
 class Box:
     """This node as its parts see it: settings, today's facts, threads, and tasks that nobody waits for."""
 
@@ -4538,14 +4524,6 @@ class Box:
         return await asyncio.get_running_loop().run_in_executor(self.pool, functools.partial(call, *args, **options))
 
 
-class MeshCallError(aiohttp.ClientError):
-    """Carries a MeshError through aiohttp, which lets only its own errors and OSError pass."""
-
-    def __init__(self, error: MeshError) -> None:
-        super().__init__(str(error))
-        self.error = error
-
-
 class DialConnector(aiohttp.BaseConnector):
     """An aiohttp connector whose connections come from `dial(host)`, a blocking call that returns a socket."""
 
@@ -4564,48 +4542,6 @@ class DialConnector(aiohttp.BaseConnector):
 def dialled_session(dial: Callable[[str], socket.socket], pool: Executor) -> aiohttp.ClientSession:
     """An HTTP client without a time limit of its own; see DialConnector."""
     return aiohttp.ClientSession(connector=DialConnector(dial, pool), timeout=aiohttp.ClientTimeout(total=None))
-
-
-class Links:
-    """HTTP to other nodes over the mesh."""
-
-    def __init__(self, mesh: Mesh, pool: Executor) -> None:
-        self.mesh = mesh
-        self.session = dialled_session(self._dial, pool)
-
-    def _dial(self, host: str) -> socket.socket:
-        node, address, port = json.loads(bytes.fromhex(host.removeprefix("node-")))
-        try:
-            return self.mesh.connect(address, port, node, "control", CALL_TIMEOUT_S)
-        except MeshError as error:
-            raise MeshCallError(error) from error
-
-    def url(self, target: Target, path: str) -> str:
-        """The URL of a path on that node, for `session`; its host spells the target, so nothing is remembered."""
-        return f"http://node-{json.dumps(target).encode().hex()}{path}"
-
-    async def call(
-        self, target: Target, method: str, path: str, body: Any = None, timeout_s: float = CALL_TIMEOUT_S
-    ) -> Any:
-        """The JSON answer. Raises MeshError with the peer's own words, or why it cannot be asked."""
-        try:
-            async with asyncio.timeout(timeout_s):
-                async with self.session.request(method, self.url(target, path), json=body) as reply:
-                    data = await reply.json(content_type=None)
-                    status = reply.status
-        except TimeoutError:
-            raise MeshError(f"no answer within {format_duration(timeout_s)}", where=target[0]) from None
-        except MeshCallError as error:
-            raise error.error from None
-        except (aiohttp.ClientError, OSError, ValueError, RecursionError) as error:
-            raise MeshError(f"the connection broke ({error or type(error).__name__})", where=target[0]) from None
-        if status == 200:
-            return data
-        said = data.get("error") if isinstance(data, dict) else None
-        said = said if isinstance(said, dict) else {}
-        kind = "twin" if said.get("kind") == "twin" else "refused"
-        what, hint = str(said.get("what") or f"answered {status}"), str(said.get("hint") or "")
-        raise MeshError(what, kind=kind, where=target[0], hint=hint)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -4636,19 +4572,21 @@ class Peer:
     wall_skew_s: float = 0.0
     problem: str = ""
     twin: str = ""  # another machine that calls itself the same
+    news: asyncio.Event = dataclasses.field(default_factory=asyncio.Event)  # ask it now
+    following: asyncio.Task[None] | None = None
 
 
 class Peers:
     """Asks every node that a hint points at, knows who is live, and tells twins apart."""
 
     def __init__(
-        self, box: Box, links: Links, hints: Callable[[], Iterable[Hint]], on_state: Callable[[Peer, PeerState], None]
+        self, box: Box, mesh: Mesh, hints: Callable[[], Iterable[Hint]], on_state: Callable[[Peer, PeerState], None]
     ) -> None:
         self.known: dict[str, Peer] = {}
         self.newest = box.started  # when the last one was found
-        self._box, self._links, self._hints, self._on_state = box, links, hints, on_state
-        self._tasks: dict[str, asyncio.Task[None]] = {}
-        self._news: dict[str, asyncio.Event] = {}
+        self.session = dialled_session(self._connect, box.pool)
+        self._box, self._mesh, self._hints, self._on_state = box, mesh, hints, on_state
+        self._tasks: set[asyncio.Task[None]] = set()
 
     def refresh(self) -> None:
         """Take in new hints; a name heard of for the first time gets its own task. One that never proved itself is
@@ -4656,16 +4594,15 @@ class Peers:
         hints = list(self._hints())
         heard = {hint.node for hint in hints}
         for name in [name for name, peer in self.known.items() if name not in heard and peer.facts is None]:
-            self._tasks.pop(name).cancel()
-            del self.known[name]
-            self._news.pop(name, None)
+            if following := self.known.pop(name).following:
+                following.cancel()
         for hint in hints:
             peer = self.known.get(hint.node)
             if peer is None:
                 if len(self.known) >= MAX_PEERS:
                     continue
                 peer = self.known[hint.node] = Peer(name=hint.node)
-                self._tasks[hint.node] = asyncio.get_running_loop().create_task(self._follow(peer))
+                peer.following = keep_task(self._tasks, self._follow(peer))
             peer.hints.pop((hint.address, hint.port), None)
             peer.hints[hint.address, hint.port] = hint
             if len(peer.hints) > MAX_HINTS:
@@ -4673,8 +4610,8 @@ class Peers:
 
     def ask_now(self, name: str) -> None:
         """That node has news: ask it at once."""
-        if name in self._news:
-            self._news[name].set()
+        if name in self.known:
+            self.known[name].news.set()
 
     def live(self) -> list[Peer]:
         """Peers that answered within LOST_S."""
@@ -4688,25 +4625,54 @@ class Peers:
             raise MeshError("never seen", where=name)
         return peer.target
 
-    async def call(self, name: str, method: str, path: str, body: Any = None, timeout_s: float = CALL_TIMEOUT_S) -> Any:
-        """Ask a node by name."""
-        return await self._links.call(self.target(name), method, path, body, timeout_s)
-
     def dial(self, name: str, service: str) -> SealedLink:
         """A link for the forwarder; blocks, any thread. Raises MeshError."""
         node, address, port = self.target(name)
-        return self._links.mesh.dial(address, port, node, service, CALL_TIMEOUT_S)
+        return self._mesh.dial(address, port, node, service, CALL_TIMEOUT_S)
+
+    def _connect(self, host: str) -> socket.socket:
+        node, address, port = json.loads(bytes.fromhex(host.removeprefix("node-")))
+        try:
+            return self._mesh.connect(address, port, node, "control", CALL_TIMEOUT_S)
+        except MeshError as error:  # aiohttp lets only its own pass
+            raise aiohttp.ClientError(str(error)) from error
+
+    def url(self, target: Target, path: str) -> str:
+        """The URL of a path on that node, for `session`; its host spells the target, so nothing is remembered."""
+        return f"http://node-{json.dumps(target).encode().hex()}{path}"
+
+    async def call(
+        self, to: str | Target, method: str, path: str, body: Any = None, timeout_s: float = CALL_TIMEOUT_S
+    ) -> Any:
+        """The JSON answer of a node. Raises MeshError with its own words, or why it cannot be asked."""
+        target = self.target(to) if isinstance(to, str) else to
+        try:
+            async with asyncio.timeout(timeout_s):
+                async with self.session.request(method, self.url(target, path), json=body) as reply:
+                    data = await reply.json(content_type=None)
+        except TimeoutError:
+            raise MeshError(f"no answer within {format_duration(timeout_s)}", where=target[0]) from None
+        except (aiohttp.ClientError, OSError, ValueError, RecursionError) as error:
+            if isinstance(error.__cause__, MeshError):
+                raise error.__cause__ from None
+            raise MeshError(f"the connection broke ({error or type(error).__name__})", where=target[0]) from None
+        if reply.status == 200:
+            return data
+        said = data.get("error") if isinstance(data, dict) else None
+        said = said if isinstance(said, dict) else {}
+        kind = "twin" if said.get("kind") == "twin" else "refused"
+        what, hint = str(said.get("what") or f"answered {reply.status}"), str(said.get("hint") or "")
+        raise MeshError(what, kind=kind, where=target[0], hint=hint)
 
     async def _follow(self, peer: Peer) -> None:
-        news = self._news[peer.name] = asyncio.Event()
         while True:
-            news.clear()
+            peer.news.clear()
             try:
                 await self._ask(peer)
             except ShardboxError as error:
                 peer.problem = str(error.what)
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(news.wait(), POLL_S)
+                await asyncio.wait_for(peer.news.wait(), POLL_S)
 
     async def _ask(self, peer: Peer) -> None:
         """One question, at the address that answered last while it is still heard of, else at each that we know."""
@@ -4722,7 +4688,7 @@ class Peers:
             hello = {"machine": self._box.facts.machine, "uptime": f"{uptime_s:.3f}", "have": peer.facts_digest}
             path = f"/peer/state?{urllib.parse.urlencode(hello)}"
             try:
-                state = await self._links.call((peer.name, hint.address, hint.port), "GET", path)
+                state = await self.call((peer.name, hint.address, hint.port), "GET", path)
                 self._take(peer, hint, from_json(PeerState, state, "state"), started)
                 return
             except ShardboxError as error:
@@ -4781,9 +4747,10 @@ class Peers:
 
     async def close(self) -> None:
         """Stop asking."""
-        for task in self._tasks.values():
+        for task in self._tasks:
             task.cancel()
-        await asyncio.gather(*self._tasks.values(), return_exceptions=True)
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self.session.close()
 
 
 @dataclass(slots=True, kw_only=True)
@@ -4820,6 +4787,22 @@ class RankRun:
         for part in (self.engine, self.log):
             if part is not None:
                 part.close()
+
+
+def check_own(name: str, copy: ModelFacts, binary: BinaryFacts, expect: Expected) -> None:
+    """Raises ShardboxError where this node's engine or model file is not what the leader has."""
+    if binary.problem:
+        raise EngineError(binary.problem, where=f"{name}: {binary.role} binary", hint=binary.hint)
+    if expect.commit and binary.commit and binary.commit != expect.commit:
+        what = f"built from commit {binary.commit}, the leader's from {expect.commit}"
+        hint = "engines of one ring must be one build: copy the same binaries to every box"
+        raise EngineError(what, where=f"{name}: {binary.path}", hint=hint)
+    where = f"{name}: {copy.path or copy.name}"
+    if copy.problem or not copy.root:
+        raise GgufError(copy.problem or "still being read", where=where, hint=copy.hint)
+    if expect.root and copy.root != expect.root:
+        what = f"has other bytes than the leader's copy ({copy.root[:8]}, not {expect.root[:8]})"
+        raise GgufError(what, where=where, hint="copy the file again, from the leader")
 
 
 class RankHost:
@@ -4885,27 +4868,11 @@ class RankHost:
             await self.release(held, orderly=False)
         copy = box.facts.model(name)
         if not box.rehearses:
-            self._check_own(copy, box.facts.binary("leader" if mine.rank == 0 else "worker"), expect)
+            check_own(box.name, copy, box.facts.binary("leader" if mine.rank == 0 else "worker"), expect)
         path = copy.path or os.path.join(box.config.folder, model.path)
         ports, engine = box.settings.ports, box.settings.engine
         wiring = wire_rank(plan, mine.rank, ports=ports, engine=engine, model=model, path=path)
         self.runs[name] = RankRun(lease=lease, plan=plan, rank=mine.rank, wiring=wiring)
-
-    def _check_own(self, copy: ModelFacts, binary: BinaryFacts, expect: Expected) -> None:
-        """Raises ShardboxError where this node's engine or model file is not what the leader has."""
-        name = self._box.name
-        if binary.problem:
-            raise EngineError(binary.problem, where=f"{name}: {binary.role} binary", hint=binary.hint)
-        if expect.commit and binary.commit and binary.commit != expect.commit:
-            what = f"built from commit {binary.commit}, the leader's from {expect.commit}"
-            hint = "engines of one ring must be one build: copy the same binaries to every box"
-            raise EngineError(what, where=f"{name}: {binary.path}", hint=hint)
-        where = f"{name}: {copy.path or copy.name}"
-        if copy.problem or not copy.root:
-            raise GgufError(copy.problem or "still being read", where=where, hint=copy.hint)
-        if expect.root and copy.root != expect.root:
-            what = f"has other bytes than the leader's copy ({copy.root[:8]}, not {expect.root[:8]})"
-            raise GgufError(what, where=where, hint="copy the file again, from the leader")
 
     async def _launch(self, run: RankRun) -> None:
         """Start the engine, and its wires as the far ranks come up; once, however often it is asked for."""
@@ -5117,23 +5084,9 @@ class RankHost:
     def view(self, run: RankRun) -> RankView:
         """This rank for `status`, measured now."""
         usage = run.engine.usage() if run.engine and run.exit_code is None else Usage()
-        return RankView(
-            model=run.plan.model,
-            generation=run.lease.generation,
-            rank=run.rank,
-            node=self._box.name,
-            phase=run.phase,
-            layers=run.plan.ranks[run.rank].window,
-            pid=run.engine.pid if run.engine else 0,
-            isolated=bool(run.engine and run.engine.isolated),
-            isolation_problem=run.isolation_problem,
-            cpu_s=usage.cpu_s,
-            read_bytes=usage.read_bytes,
-            rss_bytes=usage.rss_bytes,
-            exit_code=run.exit_code,
-            problem=run.problem,
-            wires=tuple(wire_view(route, wire.stats) for route, wire in run.wires),
-        )
+        wires = tuple(view_of(WireView, route, wire.stats, open=wire.stats.connections) for route, wire in run.wires)
+        more = {"node": self._box.name, "layers": run.plan.ranks[run.rank].window, "wires": wires}
+        return view_of(RankView, run, run.plan, run.lease, usage, run.engine, **more)
 
     def _record(self) -> None:
         """Write down which engines run, so that the next `up` can stop what this one may leave."""
@@ -5143,13 +5096,6 @@ class RankHost:
             write_atomic(os.path.join(self._box.folder, "engines.json"), json.dumps(running).encode())
         except OSError as error:
             log.warning("cannot record running engines: %s", error)
-
-
-def wire_view(route: Route, stats: WireStats) -> WireView:
-    """One forwarded port for `status`."""
-    sent, received = stats.sent_bytes, stats.received_bytes
-    moved = {"open": stats.connections, "sent_bytes": sent, "received_bytes": received}
-    return WireView(kind=route.kind, rank=route.rank, node=route.node, **moved)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -5166,16 +5112,11 @@ class Rings:
     """The rings that this node leads or would lead. Turns effects into calls, and what comes of them into events."""
 
     def __init__(self, box: Box, host: RankHost, peers: Peers, on_change: Callable[[], None]) -> None:
-        self.rings = {
-            model.name: Ring(
-                model=model.name,
-                since=box.started,
-                wanted=model.autostart,
-                phase=Phase.WAITING if model.autostart else Phase.STOPPED,
-                reason="starting" if model.autostart else "autostart is off",
-            )
-            for model in box.config.models
-        }
+        self.rings: dict[str, Ring] = {}
+        for model in box.config.models:
+            ring = Ring(model=model.name, since=box.started)
+            off = replace(ring, wanted=False, phase=Phase.STOPPED, reason="autostart is off")
+            self.rings[model.name] = ring if model.autostart else off
         self.traffic = {model: Traffic() for model in self.rings}
         self.ranks: dict[str, dict[str, RankView]] = {}  # what the ranks of a ring said last, by model and node
         self._box, self._host, self._peers, self._on_change = box, host, peers, on_change
@@ -5403,8 +5344,7 @@ class Node:
         self.warnings: dict[str, str] = {}
         self.desired: dict[str, tuple[int, str, bool]] = {}  # model -> (counter, node that said it, wanted)
         self.mesh = Mesh(keys=mesh_keys(secret, config.cluster.name, name), open_service=self._open_service)
-        self.links = Links(self.mesh, box.pool)
-        self.peers = Peers(box, self.links, self._hints, self._on_state)
+        self.peers = Peers(box, self.mesh, self._hints, self._on_state)
         port, machine = box.settings.ports.mesh, box.facts.machine
         self.discovery = Discovery(config.cluster.name, name, machine, port, self.peers.refresh)
         self.host = RankHost(box, spawner, self.peers, self._on_trouble)
@@ -5631,7 +5571,7 @@ class Node:
         log.info("stopping")
         await self.rings.close()
         await gather_all(self._leave(run) for run in self.host.runs.values() if run.lease.proposer != self.box.name)
-        for close in (self.host.close, self.discovery.close, self.peers.close, *services, self.links.session.close):
+        for close in (self.host.close, self.discovery.close, *services, self.peers.close):
             await close()
         await self.box.in_thread(self.mesh.close)
         self.surveyor.close()
@@ -5669,22 +5609,16 @@ def model_view(node: Node, name: str) -> ModelView:
     patience_s = node.box.config.cluster.form_wait_s + LOAD_BASE_S / 4
     late = 0 < traffic.unanswered_since < now - patience_s and ring.phase in (Phase.WAITING, Phase.BACKOFF)
     plan = ring.plan
-    return ModelView(
-        model=name,
-        phase=ring.phase,
-        reason=ring.reason,
-        generation=ring.generation,
-        leader=plan.leader if plan else "",
-        world=plan.world if plan else 0,
-        alive=sum((view.exit_code is None and view.pid > 0) or view.exit_code == 0 for view in views.values()),
+    return view_of(
+        ModelView,
+        ring,
+        traffic,
+        plan,
+        alive=sum(view.exit_code == 0 or (view.exit_code is None and view.pid > 0) for view in views.values()),
         seconds=now - ring.since,
         overdue=late or ring.phase == Phase.FAILED,
         restarts=len(ring.restarts),
-        in_flight=traffic.in_flight,
-        tokens_per_s=traffic.tokens_per_s,
         ranks=tuple(views[rank.node] for rank in plan.ranks if rank.node in views) if plan else (),
-        last_trouble=ring.last_trouble,
-        plan=plan,
     )
 
 
@@ -5703,8 +5637,8 @@ def peer_views(node: Node) -> list[PeerView]:
     box, live = node.box, {peer.name for peer in node.peers.live()}
     declared = {entry.name for entry in box.config.nodes}
     addresses = box.facts.addresses
-    own = PeerView(name=box.name, state="self", source="self", address=", ".join(a.address for a in addresses))
-    views = [with_facts(replace(own, detail="; ".join(a.note for a in addresses if a.note)), box.facts)]
+    address, notes = ", ".join(a.address for a in addresses), "; ".join(a.note for a in addresses if a.note)
+    views = [facts_view(box.facts, state="self", source="self", address=address, detail=notes)]
     for peer in node.peers.known.values():
         if peer.name != box.name:
             view = peer_view(peer, live=peer.name in live, declared=peer.name in declared)
@@ -5731,7 +5665,8 @@ def peer_view(peer: Peer, *, live: bool, declared: bool) -> PeerView:
     """A node that was heard of. One that nobody declared may go: that is not a fault."""
     hint = next(reversed(peer.hints.values()), None)
     state = "live" if live else "unreachable" if peer.facts is None else "lost" if declared else "gone"
-    view = PeerView(
+    return facts_view(
+        peer.facts,
         name=peer.name,
         declared=declared,
         state=state,
@@ -5741,13 +5676,12 @@ def peer_view(peer: Peer, *, live: bool, declared: bool) -> PeerView:
         rtt_ms=peer.rtt_ms if live else 0.0,
         silent_s=time.monotonic() - peer.last_seen if peer.last_seen else 0.0,
     )
-    return with_facts(view, peer.facts) if peer.facts else view
 
 
-def with_facts(view: PeerView, facts: NodeFacts) -> PeerView:
-    """The view with what that node says of itself."""
-    view = replace(view, memory_bytes=facts.memory.available_bytes, gpus=len(facts.gpus), cores=facts.cores)
-    return replace(view, version=facts.version, config_hash=facts.config_hash)
+def facts_view(facts: NodeFacts | None, **given: Any) -> PeerView:
+    """The view of a node, with what it says of itself."""
+    sizes = {"memory_bytes": facts.memory.available_bytes, "gpus": len(facts.gpus)} if facts else {}
+    return view_of(PeerView, facts, **sizes, **given)
 
 
 def snapshot(node: Node) -> Snapshot:
@@ -6205,8 +6139,8 @@ async def answer_request(node: Node, request: web.Request, path: str, *, passed_
     if not leader:
         raise not_ready(node, model.name)
     try:
-        url = node.links.url(node.peers.target(leader), f"/peer/api{path}")
-        reply = await node.links.session.post(url, json={**body, "model": model.name})
+        url = node.peers.url(node.peers.target(leader), f"/peer/api{path}")
+        reply = await node.peers.session.post(url, json={**body, "model": model.name})
     except (aiohttp.ClientError, OSError, MeshError) as error:
         raise ApiError(503, f"the leader {leader} cannot be reached: {error}", "model_not_ready") from None
     async with reply:
