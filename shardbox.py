@@ -2643,21 +2643,22 @@ class Surveyor:
 
     def __init__(self, config: Config, name: str, folder: str) -> None:
         self._config, self._node, self._cache = config, config.node(name), HashCache(folder)
-        self._fixed: dict[str, Any] = {
-            "name": name,
-            "machine": machine_identity(),
-            "start": time.time_ns(),
-            "protocol": PROTOCOL,
-            "version": VERSION,
-            "config_hash": config.hash,
-            "platform": probe_platform(),
-            "mesh_port": self._node.ports.mesh,
-            "isolation": isolation_problem(),
-            "engine_kind": config.engine.kind,
-            "ports": self._node.ports,
-        }
-        self._slow: dict[str, Any] = {}
-        self._checked, self._available = 0.0, 0
+        self._facts = NodeFacts(
+            name=name,
+            machine=machine_identity(),
+            start=time.time_ns(),
+            protocol=PROTOCOL,
+            version=VERSION,
+            config_hash=config.hash,
+            platform=probe_platform(),
+            cores=probe_cores(),
+            memory=probe_memory(),
+            mesh_port=self._node.ports.mesh,
+            isolation=isolation_problem(),
+            engine_kind=config.engine.kind,
+            ports=self._node.ports,
+        )
+        self._checked = 0.0
         self._known: dict[str, tuple[Any, Any]] = {}  # probe -> what its files looked like, and what it said
         self._progress: dict[str, int] = {}
         self._roots: dict[str, tuple[str, str]] = {}  # model -> (content hash, problem)
@@ -2666,29 +2667,25 @@ class Surveyor:
 
     def survey(self, *, own_bytes: int) -> NodeFacts:
         """The facts now. Memory is reported in steps, so that facts change only when something did."""
-        now, memory = time.monotonic(), probe_memory()
-        if not self._slow or now - self._checked > self.RECHECK_S:
-            self._slow, self._checked = self._look(), now
-        if abs(memory.available_bytes - self._available) > max(memory.total_bytes // 50, 64 * MIB):
-            self._available = memory.available_bytes
-        changing = {
-            "memory": replace(memory, available_bytes=self._available or memory.available_bytes),
-            "models": tuple(map(self._with_root, self._slow["models"])),
-            "own_bytes": own_bytes // (64 * MIB) * (64 * MIB),
-        }
-        return NodeFacts(**self._fixed | self._slow | changing)
+        now, memory, last = time.monotonic(), probe_memory(), self._facts.memory.available_bytes
+        if not self._checked or now - self._checked > self.RECHECK_S:
+            self._facts, self._checked = self._look(), now
+        if abs(memory.available_bytes - last) <= max(memory.total_bytes // 50, 64 * MIB):
+            memory = replace(memory, available_bytes=last)
+        self._facts = replace(self._facts, memory=memory, own_bytes=own_bytes // (64 * MIB) * (64 * MIB))
+        return replace(self._facts, models=tuple(map(self._with_root, self._facts.models)))
 
-    def _look(self) -> dict[str, Any]:
+    def _look(self) -> NodeFacts:
         addresses, _ = local_addresses(self._config.cluster.interfaces)
         gpus, note = ((), "") if self._node.gpu_memory_bytes == 0 else probe_gpus()
-        models = [self._model(model) for model in self._config.models]
+        models = tuple(map(self._model, self._config.models))
         roles = ENGINE_ROLES if self._config.engine.kind == "prima" else ()
         if roles and not (self._hasher and self._hasher.is_alive()):
             work = [copy.path for copy in models if copy.path and not copy.problem]
             self._hasher = threading.Thread(target=self._hash, args=(work,), name="hash", daemon=True)
             self._hasher.start()
-        found = {"addresses": addresses, "binaries": tuple(map(self._binary, roles)), "models": models}
-        return {**found, "gpus": gpus, "gpu_note": note, "cores": probe_cores()}
+        found = replace(self._facts, addresses=addresses, models=models, binaries=tuple(map(self._binary, roles)))
+        return replace(found, gpus=gpus, gpu_note=note, cores=probe_cores())
 
     def _binary(self, role: str) -> BinaryFacts:
         engine = self._node.engine
@@ -4580,7 +4577,7 @@ class Peers:
     """Asks every node that a hint points at, knows who is live, and tells twins apart."""
 
     def __init__(
-        self, box: Box, mesh: Mesh, hints: Callable[[], Iterable[Hint]], on_state: Callable[[Peer, PeerState], None]
+        self, box: Box, mesh: Mesh, hints: Callable[[], Iterable[Hint]], on_state: Callable[[PeerState], None]
     ) -> None:
         self.known: dict[str, Peer] = {}
         self.newest = box.started  # when the last one was found
@@ -4725,7 +4722,7 @@ class Peers:
         if known is None:
             self.newest = now
             log.info("found %s at %s (%s, %.1f ms)", peer.name, hint.address, hint.source, rtt_ms)
-        self._on_state(peer, state)
+        self._on_state(state)
 
     def _end_younger(self, machine: str, uptime_s: float) -> bool:
         """Of two boxes with this node's name the younger ends: whether that is this one."""
@@ -4857,14 +4854,11 @@ class RankHost:
             if held and held.ending is None and held.lease.proposer != proposer:
                 raise PlanError(f"{box.name} is in a ring of {held.lease.proposer}", where=f"model {name}")
             return
-        if held and held.lease.proposer == proposer and held.lease.generation != generation:
-            await self.release(held, orderly=False)
-            held = None
-        lease = lend(held.lease if held else None)
         if held and held.lease.generation == generation:
-            held.lease = lease
+            held.lease = lend(held.lease)
             return
-        if held:  # its lease ran out but it has not been reaped yet
+        if held:  # of another proposer only when its lease ran out, but it has not been reaped yet
+            lend(None if held.lease.proposer == proposer else held.lease)
             await self.release(held, orderly=False)
         copy = box.facts.model(name)
         if not box.rehearses:
@@ -4872,7 +4866,7 @@ class RankHost:
         path = copy.path or os.path.join(box.config.folder, model.path)
         ports, engine = box.settings.ports, box.settings.engine
         wiring = wire_rank(plan, mine.rank, ports=ports, engine=engine, model=model, path=path)
-        self.runs[name] = RankRun(lease=lease, plan=plan, rank=mine.rank, wiring=wiring)
+        self.runs[name] = RankRun(lease=lend(None), plan=plan, rank=mine.rank, wiring=wiring)
 
     async def _launch(self, run: RankRun) -> None:
         """Start the engine, and its wires as the far ranks come up; once, however often it is asked for."""
@@ -5309,19 +5303,19 @@ async def reach_all(config: Config, name: str, hints: Iterable[Hint], mesh: Mesh
             targets.setdefault(hint.node, []).append(hint)
 
     async def reach(target: str, hints: list[Hint]) -> Reach:
-        best = Reach(source=name, target=target, address="-", problem="not discovered")
-        best = replace(best, hint="is it up? give its `address` in [[nodes]] where multicast is blocked")
+        advice = "is it up? give its `address` in [[nodes]] where multicast is blocked"
+        best = Reach(source=name, target=target, address="-", problem="not discovered", hint=advice)
         for hint in hints:
-            at, started = f"{hint.address}:{hint.port}", time.monotonic()
+            started, at = time.monotonic(), replace(best, address=f"{hint.address}:{hint.port}", problem="", hint="")
             call = functools.partial(mesh.dial, hint.address, hint.port, target, "control", CALL_TIMEOUT_S)
             try:
                 link = await asyncio.get_running_loop().run_in_executor(pool, call)
             except MeshError as error:
                 advice = error.hint or REACH_HINTS.get(error.kind, "see that node's log").format(port=hint.port)
-                best = Reach(source=name, target=target, address=at, problem=error.what, hint=advice)
+                best = replace(at, problem=error.what, hint=advice)
                 continue
             link.close()
-            return Reach(source=name, target=target, address=at, rtt_ms=(time.monotonic() - started) * 1000)
+            return replace(at, rtt_ms=(time.monotonic() - started) * 1000)
         return best
 
     return list(await asyncio.gather(*(reach(target, found) for target, found in sorted(targets.items()))))
@@ -5367,18 +5361,18 @@ class Node:
         if service != "control":
             return self.host.open_service(peer, service)
         far, near = socket.socketpair()
-        future = asyncio.run_coroutine_threadsafe(self._adopt(near, peer), self._loop)
+        near.setblocking(False)
+
+        async def adopt() -> None:
+            self.callers[near.fileno()] = peer
+            await self._loop.connect_accepted_socket(self.control, near)
+
         try:
-            future.result(CALL_TIMEOUT_S)
+            asyncio.run_coroutine_threadsafe(adopt(), self._loop).result(CALL_TIMEOUT_S)
         except BaseException:
             far.close()
             raise
         return far, WireStats()
-
-    async def _adopt(self, sock: socket.socket, peer: str) -> None:
-        sock.setblocking(False)
-        self.callers[sock.fileno()] = peer
-        await self._loop.connect_accepted_socket(self.control, sock)
 
     def _hints(self) -> Iterator[Hint]:
         """Static addresses, and adverts that name our cluster and protocol."""
@@ -5392,7 +5386,7 @@ class Node:
             if hint.cluster == config.cluster.name and hint.protocol == PROTOCOL and not mine:
                 yield hint
 
-    def _on_state(self, peer: Peer, state: PeerState) -> None:
+    def _on_state(self, state: PeerState) -> None:
         """Take over what an operator said on another node."""
         for model, said in state.desired.items():
             match said:
@@ -5521,20 +5515,21 @@ class Node:
             keep_task(self.box.tasks, self._report(run, text))
 
     async def _report(self, run: RankRun, reason: str) -> None:
-        proposer, body = run.lease.proposer, {"model": run.plan.model, "generation": run.lease.generation}
         try:
-            await self.peers.call(proposer, "POST", "/peer/trouble", {**body, "reason": reason})
+            await self._tell_proposer(run, reason)
         except ShardboxError as error:
-            log.info("%s cannot be told (%s): this rank stops", proposer, error.what)
+            log.info("%s cannot be told (%s): this rank stops", run.lease.proposer, error.what)
             await self.host.release(run, orderly=False)
 
     async def _leave(self, run: RankRun) -> None:
         """Tell the leader of a ring that this node goes, and give it time to stop the ring in order."""
-        body = {"model": run.plan.model, "generation": run.lease.generation, "leaving": "yes"}
         with contextlib.suppress(ShardboxError, TimeoutError):
-            reason = f"{self.box.name} goes down"
-            await self.peers.call(run.lease.proposer, "POST", "/peer/trouble", {**body, "reason": reason})
+            await self._tell_proposer(run, f"{self.box.name} goes down", leaving="yes")
             await asyncio.wait_for(run.exited.wait(), RING_STOP_S)
+
+    async def _tell_proposer(self, run: RankRun, reason: str, **more: str) -> None:
+        body = {"model": run.plan.model, "generation": run.lease.generation, "reason": reason, **more}
+        await self.peers.call(run.lease.proposer, "POST", "/peer/trouble", body)
 
     # --- running -------------------------------------------------------------------------------------
 
@@ -5720,6 +5715,7 @@ MAX_BODY_BYTES = 32 * MIB  # of a client's request, also when a peer passes it o
 MAX_MESSAGE_BYTES = 8 * MIB  # of an owner's request
 API_PATHS = ("/v1/chat/completions", "/v1/completions", "/v1/embeddings")
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+Asked = Callable[[web.Request], Awaitable[Any]]  # a handler of control: its result goes out as JSON
 
 
 async def start_services(node: Node) -> list[Callable[[], Awaitable[None]]]:
@@ -5750,13 +5746,21 @@ async def start_services(node: Node) -> list[Callable[[], Awaitable[None]]]:
     return [*(runner.cleanup for runner in runners), await start_status_service(node)]
 
 
-def service_app(prefix: str, limit: int, gets: Iterable[Handler], posts: Iterable[Handler]) -> web.Application:
-    """Control routes named after their handlers; failures as control_errors tells them."""
+def service_app(prefix: str, limit: int, gets: Iterable[Asked], posts: Iterable[Asked]) -> web.Application:
+    """Control routes named after their handlers, which return what is sent as JSON; failures: see control_errors."""
     app = web.Application(client_max_size=limit, middlewares=[control_errors])
-    for add, handlers in ((app.router.add_get, gets), (app.router.add_post, posts)):
-        for handler in handlers:
-            add(f"{prefix}/{handler.__name__}", handler)
+    app.add_routes([web.get(f"{prefix}/{handler.__name__}", answering(handler)) for handler in gets])
+    app.add_routes([web.post(f"{prefix}/{handler.__name__}", answering(handler)) for handler in posts])
     return app
+
+
+def answering(asked: Asked) -> Handler:
+    """A handler that sends as JSON what `asked` returns."""
+
+    async def handler(request: web.Request) -> web.StreamResponse:
+        return web.json_response(to_json(await asked(request)))
+
+    return handler
 
 
 @web.middleware
@@ -5782,7 +5786,7 @@ async def message(request: web.Request, *fields: str) -> dict[str, Any]:
     """The JSON object of a request, with these string fields. Raises MessageError."""
     try:
         data = json.loads(await request.read() or b"{}")
-    except (ValueError, RecursionError):
+    except (ValueError, RecursionError, web.RequestPayloadError):
         raise MessageError("not JSON", where=request.path) from None
     if not isinstance(data, dict):
         raise MessageError("expected an object", where=request.path)
@@ -5800,9 +5804,10 @@ class PeerService:
 
     def app(self) -> web.Application:
         """The routes, all under /peer."""
-        posts = (self.prepare, self.trouble, self.news, self.down)
+        posts = (self.trouble, self.news, self.down)
         app = service_app("/peer", MAX_BODY_BYTES, (self.state, self.bound, self.pairs, self.logs), posts)
-        app.add_routes([web.post(f"/peer/{verb}", self.rank) for verb in ("launch", "lease", "release")])
+        for verb in ("prepare", "launch", "lease", "release"):
+            app.router.add_post(f"/peer/{verb}", answering(functools.partial(self.rank, verb)))
         app.add_routes([web.post(f"/peer/api{path}", self.api) for path in API_PATHS])
         return app
 
@@ -5810,7 +5815,7 @@ class PeerService:
         assert request.transport is not None
         return self._node.callers.get(request.transport.get_extra_info("socket").fileno(), "")
 
-    async def state(self, request: web.Request) -> web.StreamResponse:
+    async def state(self, request: web.Request) -> Any:
         """This node's facts (unless the caller has them), rings and ranks."""
         node, query = self._node, request.query
         try:
@@ -5819,7 +5824,7 @@ class PeerService:
             raise MessageError("expected a number", where="/peer/state: uptime") from None
         node.peers.check_twin(self._caller(request), query.get("machine", ""), uptime_s)
         known = digest(node.facts)
-        state = PeerState(
+        return PeerState(
             facts=None if query.get("have") == known else node.facts,
             digest=known,
             uptime=time.monotonic() - node.box.started,
@@ -5827,53 +5832,47 @@ class PeerService:
             desired=dict(node.desired),
             models=tuple(model_view(node, model.name) for model in node.box.config.models),
         )
-        return web.json_response(to_json(state))
 
-    async def prepare(self, request: web.Request) -> web.StreamResponse:
-        """Grant a lease for this node's rank of a plan."""
-        data = await message(request, "generation")
-        return web.json_response(await self._node.host.answer("prepare", data, self._caller(request)))
+    async def rank(self, verb: str, request: web.Request) -> Any:
+        """Prepare, start or stop this node's rank of a ring, or renew its lease; see RankHost.answer."""
+        data = await message(request, "generation", *(["model"] if verb != "prepare" else []))
+        return await self._node.host.answer(verb, data, self._caller(request))
 
-    async def rank(self, request: web.Request) -> web.StreamResponse:
-        """Start a rank that was prepared; renew its lease; or stop it, and answer when it is gone."""
-        verb, data = request.path.rpartition("/")[2], await message(request, "model", "generation")
-        return web.json_response(await self._node.host.answer(verb, data, self._caller(request)))
-
-    async def bound(self, request: web.Request) -> web.StreamResponse:
+    async def bound(self, request: web.Request) -> Any:
         """Whether this node's engine listens; waits up to 10 s for it."""
         run = self._node.host.get(request.query.get("model", ""), request.query.get("generation", ""))
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(run.bound.wait(), 10.0)
-        return web.json_response({"bound": run.bound.is_set() and not run.exited.is_set()})
+        return {"bound": run.bound.is_set() and not run.exited.is_set()}
 
-    async def trouble(self, request: web.Request) -> web.StreamResponse:
+    async def trouble(self, request: web.Request) -> Any:
         """A rank of a ring that this node leads is broken, or its node goes."""
         data = await message(request, "model", "generation", "reason")
-        model, rings = self._node.box.model(data["model"]).name, self._node.rings
-        plan = rings.rings[model].plan
-        if plan and plan.rank_of(self._caller(request)):
+        ring = self._node.rings.rings[self._node.box.model(data["model"]).name]
+        if ring.plan and ring.plan.rank_of(self._caller(request)):
             kind, reason = "leaving" if data.get("leaving") else "trouble", printable(data["reason"])[:1000]
-            rings.post(model, Event(kind=kind, generation=data["generation"] or "-", reason=reason))
-        return web.json_response({})
+            event = Event(kind=kind, generation=data["generation"] or "-", reason=reason)
+            self._node.rings.post(ring.model, event)
+        return {}
 
-    async def news(self, request: web.Request) -> web.StreamResponse:
+    async def news(self, request: web.Request) -> Any:
         """The caller's rings changed: ask it now."""
         self._node.peers.ask_now(self._caller(request))
-        return web.json_response({})
+        return {}
 
-    async def down(self, request: web.Request) -> web.StreamResponse:
+    async def down(self, request: web.Request) -> Any:
         """`down --all` on another box."""
         log.info("%s asks this node to end (down --all)", self._caller(request))
         self._node.stop.set()
-        return web.json_response({})
+        return {}
 
-    async def pairs(self, request: web.Request) -> web.StreamResponse:
+    async def pairs(self, request: web.Request) -> Any:
         """Whom this node reaches, for `check` on another."""
-        return web.json_response(to_json(await self._node.reach_all()))
+        return await self._node.reach_all()
 
-    async def logs(self, request: web.Request) -> web.StreamResponse:
+    async def logs(self, request: web.Request) -> Any:
         """The last lines of this node's engines."""
-        return web.json_response(read_logs(self._node, *log_query(request)))
+        return read_logs(self._node, *log_query(request))
 
     async def api(self, request: web.Request) -> web.StreamResponse:
         """A client's request that another node's endpoint passes on to this one, the leader."""
@@ -5910,7 +5909,7 @@ class OwnerService:
         """The routes."""
         return service_app("", MAX_MESSAGE_BYTES, (self.nodes, self.logs, self.check), (self.down, self.want))
 
-    async def down(self, request: web.Request) -> web.StreamResponse:
+    async def down(self, request: web.Request) -> Any:
         """End this node, or with ?all every one that is reached."""
         peers, told = self._node.peers, dict[str, str]()
         for peer in peers.live() if request.query.get("all") else []:
@@ -5920,23 +5919,23 @@ class OwnerService:
             except ShardboxError as error:
                 told[peer.name] = error.what
         self._node.stop.set()
-        return web.json_response({"told": told})
+        return {"told": told}
 
-    async def want(self, request: web.Request) -> web.StreamResponse:
+    async def want(self, request: web.Request) -> Any:
         """Start or stop a model on the whole cluster."""
         data = await message(request, "model")
         model = find_configured(self._node.box.config, data["model"])
         if not isinstance(data.get("wanted"), bool):
             raise MessageError("expected true or false", where="/want: wanted")
         self._node.want(model.name, data["wanted"])
-        return web.json_response({"model": model.name})
+        return {"model": model.name}
 
-    async def nodes(self, request: web.Request) -> web.StreamResponse:
+    async def nodes(self, request: web.Request) -> Any:
         """Every node that is known, and the facts of those that are live."""
         node = self._node
-        return web.json_response({"nodes": to_json(peer_views(node)), "facts": to_json(node.all_facts())})
+        return {"nodes": peer_views(node), "facts": node.all_facts()}
 
-    async def logs(self, request: web.Request) -> web.StreamResponse:
+    async def logs(self, request: web.Request) -> Any:
         """Engine logs of one node or of all."""
         peers, own = self._node.peers, self._node.box.name
         (model, lines), only = log_query(request), request.query.get("node")
@@ -5946,9 +5945,9 @@ class OwnerService:
                 result |= read_logs(self._node, model, lines)
             else:
                 result |= await peers.call(name, "GET", f"/peer/logs?{asked}")
-        return web.json_response(result)
+        return result
 
-    async def check(self, request: web.Request) -> web.StreamResponse:
+    async def check(self, request: web.Request) -> Any:
         """What `check` needs of the cluster: every pair dialled in both directions."""
         node = self._node
         reaches = await node.reach_all()
@@ -5960,7 +5959,7 @@ class OwnerService:
                 reaches.append(Reach(source=peer.name, target="-", address="-", problem=error.what, hint=error.hint))
         skew_s = {peer.name: peer.wall_skew_s for peer in node.peers.live()}
         body = {"pairs": reaches, "facts": node.all_facts(), "clock_skew_s": skew_s}
-        return web.json_response(to_json({**body, "discovery": node.discovery.problem}))
+        return {**body, "discovery": node.discovery.problem}
 
 
 def find_configured(config: Config, name: str) -> ModelConfig:
@@ -6031,6 +6030,12 @@ class ApiError(Exception):
         body = {"error": {"message": self.text, "type": kind, "param": None, "code": self.code}}
         retry = {"Retry-After": "5"} if self.status == 503 else None
         return web.json_response(body, status=self.status, headers=retry)
+
+
+def need(condition: bool, text: str) -> None:
+    """Raises ApiError (400) with the text where the condition does not hold."""
+    if not condition:
+        raise ApiError(400, text)
 
 
 class Endpoint:
@@ -6114,8 +6119,8 @@ async def read_request(config: Config, request: web.Request) -> tuple[ModelConfi
     """The model and JSON object of a client's request. Raises ApiError."""
     try:
         body = json.loads(await request.read())
-    except (ValueError, RecursionError):
-        raise ApiError(400, "the request is not JSON") from None
+    except (ValueError, RecursionError, web.RequestPayloadError):
+        body = None
     if not isinstance(body, dict):
         raise ApiError(400, "the request is not a JSON object")
     name, only = body.get("model"), config.models[0] if len(config.models) == 1 else None
@@ -6216,39 +6221,33 @@ async def answer_model(
 def engine_request(path: str, model: ModelConfig, body: dict[str, Any]) -> dict[str, Any]:
     """The request as Prima's server takes it. Raises ApiError for what it would ignore or get wrong."""
     asked = {**body, "stream": True, "stream_options": {"include_usage": True}, "model": model.name}
-    if body.get("n", 1) != 1 or body.get("best_of", 1) not in (0, 1):
-        raise ApiError(400, "one choice a request: n and best_of must be 1")
-    if not isinstance(body.get("stream", False), bool | None):
-        raise ApiError(400, "stream must be true or false")
+    need(body.get("n", 1) == 1 and body.get("best_of", 1) in (0, 1), "one choice a request: n and best_of must be 1")
+    need(isinstance(body.get("stream", False), bool | None), "stream must be true or false")
     limits = [model.max_output] if model.max_output else []
     for key in ("max_completion_tokens", "max_tokens", "n_predict"):
         limit = asked.pop(key, None)
-        if limit is not None and (not isinstance(limit, int) or isinstance(limit, bool)):
-            raise ApiError(400, f"{key} must be a whole number")
+        need(limit is None or type(limit) is int, f"{key} must be a whole number")
         limits += [limit] if limit is not None and limit >= 0 else []
     if limits:
         asked["n_predict"] = min(limits)
     if path == "/v1/completions":
         return text_request(asked)
-    talk = body.get("messages")
-    if not isinstance(talk, list) or not talk:
-        raise ApiError(400, "messages must be a list of objects, each with a role")
-    if not all(isinstance(item, dict) and isinstance(item.get("role"), str) for item in talk):
-        raise ApiError(400, "messages must be a list of objects, each with a role")
+    talk = body.get("messages") or None
+    whole = isinstance(talk, list) and all(
+        isinstance(item, dict) and isinstance(item.get("role"), str) for item in talk
+    )
+    need(whole, "messages must be a list of objects, each with a role")
     return asked
 
 
 def text_request(asked: dict[str, Any]) -> dict[str, Any]:
     """A text completion as Prima's `/completion` takes it. Raises ApiError."""
-    prompt = asked.get("prompt")
+    prompt, stop = asked.get("prompt"), asked.get("stop")
     if isinstance(prompt, list) and len(prompt) == 1 and isinstance(prompt[0], str):
         prompt = prompt[0]
     tokens = isinstance(prompt, list) and bool(prompt) and all(isinstance(token, int) for token in prompt)
-    if not isinstance(prompt, str) and not tokens:
-        raise ApiError(400, "prompt must be one string, or one list of tokens")
-    if asked.get("echo") or asked.get("suffix"):
-        raise ApiError(400, "echo and suffix are not supported")
-    stop = asked.get("stop")
+    need(isinstance(prompt, str) or tokens, "prompt must be one string, or one list of tokens")
+    need(not asked.get("echo") and not asked.get("suffix"), "echo and suffix are not supported")
     return {**asked, "prompt": prompt, **({"stop": [stop]} if isinstance(stop, str) else {})}
 
 
