@@ -695,7 +695,7 @@ def test_member_message_about_what_is_not_here_is_409_with_words(node: Node, met
     ("change", "words"), [({}, "contradicts itself"), ({"model": "absent"}, "not in the configuration")]
 )
 def test_member_plan_that_cannot_be_is_409(node: Node, change: dict[str, Any], words: str) -> None:
-    numbers = "layers width vocab heads kv_heads key_width value_width ff_width context_train".split()
+    numbers = ["layers", "width", "vocab", "heads", "kv_heads", "key_width", "value_width", "ff_width", "context_train"]
     shape = dict.fromkeys([*numbers, "embedding_bytes", "output_bytes"], 1) | {"layer_bytes": [1]}
     words_of = {"architecture": "llama", "quantisation": "Q4_K", "tied_output": False}
     plan = {**EMPTY_PLAN, "shape": {**shape, **words_of}, **change}
