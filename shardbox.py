@@ -28,7 +28,6 @@ Sections, top to bottom; none uses a later one:
 
 from __future__ import annotations
 
-import asyncio
 import collections
 import contextlib
 import ctypes
@@ -42,6 +41,7 @@ import gc
 import hashlib
 import hmac
 import http.client
+import importlib
 import ipaddress
 import itertools
 import json
@@ -71,18 +71,32 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Itera
 from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from io import BufferedReader
-from typing import TYPE_CHECKING, Any, BinaryIO, NamedTuple, TypeVar
-
-import aiohttp
-from aiohttp import web
+from typing import TYPE_CHECKING, Any, BinaryIO, NamedTuple, TypeAlias, TypeVar
 
 if TYPE_CHECKING:
+    import asyncio
     import ssl
 
+    import aiohttp
+    from aiohttp import web
     from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
     from cryptography.hazmat.primitives.ciphers.aead import AESGCM
     from cryptography.x509 import Certificate
     from zeroconf.asyncio import AsyncServiceBrowser, AsyncZeroconf
+
+
+class LazyModule:
+    """A module that is imported at its first use: cron asks for `status` every minute, and these take 0.25 s."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __getattr__(self, attribute: str) -> Any:
+        return getattr(importlib.import_module(self._name), attribute)
+
+
+if not TYPE_CHECKING:
+    asyncio, aiohttp, web = LazyModule("asyncio"), LazyModule("aiohttp"), LazyModule("aiohttp.web")
 
 VERSION = "0.1.0"
 log = logging.getLogger("shardbox")
@@ -4923,20 +4937,18 @@ WIRE_GRACE_S = 0.5  # from a broken wire to the alarm: the engine whose end brok
 WATCH_S = 1.0  # between two looks at a ring's ranks
 
 
-class DialConnector(aiohttp.BaseConnector):
+def dial_connector(dial: Callable[[str], socket.socket], pool: Executor) -> aiohttp.BaseConnector:
     """An aiohttp connector whose connections come from `dial(host)`, a blocking call that returns a socket."""
 
-    def __init__(self, dial: Callable[[str], socket.socket], pool: Executor) -> None:
-        super().__init__(limit=0, keepalive_timeout=30.0)
-        self._dial = dial
-        self._pool = pool
+    class DialConnector(aiohttp.BaseConnector):  # here, so that aiohttp is imported only by who needs it
+        async def _create_connection(self, req: Any, traces: Any, timeout: Any) -> Any:
+            loop = asyncio.get_running_loop()
+            sock = await loop.run_in_executor(pool, dial, str(req.url.host))
+            sock.setblocking(False)
+            _, protocol = await loop.create_connection(self._factory, sock=sock)
+            return protocol
 
-    async def _create_connection(self, req: Any, traces: Any, timeout: Any) -> Any:
-        loop = asyncio.get_running_loop()
-        sock = await loop.run_in_executor(self._pool, self._dial, str(req.url.host))
-        sock.setblocking(False)
-        _, protocol = await loop.create_connection(self._factory, sock=sock)
-        return protocol
+    return DialConnector(limit=0, keepalive_timeout=30.0)
 
 
 class Links:
@@ -4947,7 +4959,7 @@ class Links:
         self._targets: dict[str, tuple[str, str, int]] = {}
         self._tokens: dict[tuple[str, str, int], str] = {}
         self.session = aiohttp.ClientSession(
-            connector=DialConnector(self._dial, pool), timeout=aiohttp.ClientTimeout(total=None)
+            connector=dial_connector(self._dial, pool), timeout=aiohttp.ClientTimeout(total=None)
         )
 
     def _dial(self, host: str) -> socket.socket:
@@ -4968,15 +4980,15 @@ class Links:
     ) -> Any:
         """The JSON answer. Raises ShardboxError with the peer's own words, or why it cannot be asked."""
         try:
-            async with asyncio.timeout(timeout_s):
-                async with self.session.request(method, self.url(target, path), json=body) as reply:
-                    data = await reply.json(content_type=None)
-                    status = reply.status
+            url = self.url(target, path)
+            async with asyncio.timeout(timeout_s), self.session.request(method, url, json=body) as reply:
+                data = await reply.json(content_type=None)
+                status = reply.status
         except TimeoutError:
             raise MeshError(f"no answer within {format_duration(timeout_s)}", where=target[0]) from None
-        except MeshCallError as error:
-            raise error.error from None
         except (aiohttp.ClientError, OSError, ValueError) as error:
+            if isinstance(error.__cause__, MeshCallError):
+                raise error.__cause__.error from None
             raise MeshError(f"the connection broke ({error or type(error).__name__})", where=target[0]) from None
         if status != 200:
             said = data.get("error") if isinstance(data, dict) else None
@@ -4990,8 +5002,8 @@ class Links:
         await self.session.close()
 
 
-class MeshCallError(aiohttp.ClientError):
-    """Carries a MeshError through aiohttp, which lets only its own errors and OSError pass."""
+class MeshCallError(OSError):
+    """Carries a MeshError through aiohttp, which makes a ClientOSError of it: this is then its __cause__."""
 
     def __init__(self, error: MeshError) -> None:
         super().__init__(str(error))
@@ -5168,8 +5180,8 @@ class RankRun:
     exit_code: int | None = None
     problem: str = ""
     isolation_problem: str = ""
-    bound: asyncio.Event = dataclasses.field(default_factory=asyncio.Event)
-    exited: asyncio.Event = dataclasses.field(default_factory=asyncio.Event)
+    bound: asyncio.Event
+    exited: asyncio.Event
     starting: asyncio.Task[None] | None = None
     ending: asyncio.Task[None] | None = None
     tasks: list[asyncio.Task[None]] = dataclasses.field(default_factory=list)  # end with the run
@@ -5255,7 +5267,9 @@ class RankHost:
             model=model,
             path=copy.path or os.path.join(self._config.folder, model.path),
         )
-        self.runs[plan.model] = RankRun(lease=lease, plan=plan, rank=mine.rank, wiring=wiring)
+        self.runs[plan.model] = RankRun(
+            lease=lease, plan=plan, rank=mine.rank, wiring=wiring, bound=asyncio.Event(), exited=asyncio.Event()
+        )
 
     def _check_own(self, plan: ModelPlan, role: str, expect: Expected) -> ModelFacts:
         facts = self._facts()
@@ -5336,7 +5350,7 @@ class RankHost:
         if run.rank == 0:
             engine, port = run.engine, run.wiring.http_port
             run.session = aiohttp.ClientSession(
-                connector=DialConnector(lambda host: engine.connect(port, 5.0), self._pool),
+                connector=dial_connector(lambda host: engine.connect(port, 5.0), self._pool),
                 timeout=aiohttp.ClientTimeout(total=None),
             )
 
@@ -5489,7 +5503,7 @@ class RankHost:
         assert run.engine is not None
         engine, port = run.engine, run.wiring.http_port
         async with aiohttp.ClientSession(
-            connector=DialConnector(lambda host: engine.connect(port, 1.0), self._pool)
+            connector=dial_connector(lambda host: engine.connect(port, 1.0), self._pool)
         ) as session:
             deadline = time.monotonic() + TERM_S
             while time.monotonic() < deadline and not run.exited.is_set():
@@ -6397,7 +6411,7 @@ class Node:
 MAX_BODY_BYTES = 32 * MIB  # of a client's request
 MAX_MESSAGE_BYTES = 8 * MIB  # of a control message
 RETRY = {"Retry-After": "5"}
-Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+Handler: TypeAlias = "Callable[[web.Request], Awaitable[web.StreamResponse]]"
 
 
 async def start_services(node: Node) -> list[Callable[[], Awaitable[None]]]:
@@ -6436,7 +6450,6 @@ def error_body(error: BaseException) -> dict[str, Any]:
     return {"error": {"what": f"bug: {error!r}", "hint": "that node's log has the traceback"}}
 
 
-@web.middleware
 async def control_errors(request: web.Request, handler: Handler) -> web.StreamResponse:
     """ShardboxError becomes 409 with its words; a bug becomes 500 and a traceback in the log."""
     try:
@@ -6473,7 +6486,7 @@ class PeerService:
 
     def app(self) -> web.Application:
         """The routes, all under /peer."""
-        app = web.Application(client_max_size=MAX_BODY_BYTES, middlewares=[control_errors])
+        app = web.Application(client_max_size=MAX_BODY_BYTES, middlewares=[web.middleware(control_errors)])
         gets = (self.state, self.bound, self.pairs, self.logs)
         posts = (self.prepare, self.launch, self.lease, self.release, self.trouble, self.news, self.down)
         app.add_routes([web.get(f"/peer/{handler.__name__}", handler) for handler in gets])
@@ -6601,7 +6614,7 @@ class OwnerService:
 
     def app(self) -> web.Application:
         """The routes."""
-        app = web.Application(client_max_size=MAX_MESSAGE_BYTES, middlewares=[control_errors])
+        app = web.Application(client_max_size=MAX_MESSAGE_BYTES, middlewares=[web.middleware(control_errors)])
         app.add_routes([web.get(f"/{handler.__name__}", handler) for handler in (self.nodes, self.logs, self.check)])
         app.add_routes([web.post(f"/{handler.__name__}", handler) for handler in (self.down, self.want)])
         return app
@@ -6745,14 +6758,14 @@ class Endpoint:
 
     def app(self) -> web.Application:
         """The routes."""
-        app = web.Application(client_max_size=MAX_BODY_BYTES, middlewares=[self.guard])
+        guard = web.middleware(functools.partial(self.guard))  # which a bound method does not let itself be marked as
+        app = web.Application(client_max_size=MAX_BODY_BYTES, middlewares=[guard])
         app.add_routes([web.get("/v1/models", self.models), web.get("/health", self.health)])
         app.add_routes(
             [web.post(f"/v1/{path}", self.generate) for path in ("chat/completions", "completions", "embeddings")]
         )
         return app
 
-    @web.middleware
     async def guard(self, request: web.Request, handler: Handler) -> web.StreamResponse:
         """Keys first; then every failure in OpenAI's shape."""
         if self._keys and request.path != "/health":
