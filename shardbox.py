@@ -85,6 +85,7 @@ if TYPE_CHECKING:
     from zeroconf.asyncio import AsyncServiceBrowser, AsyncZeroconf
 
 VERSION = "0.1.0"
+PROTOCOL = 1  # of control messages and services between nodes; another number is named, never guessed at
 log = logging.getLogger("shardbox")
 
 
@@ -191,11 +192,11 @@ def parse_size(text: str) -> int:
 def format_size(count: int) -> str:
     """A number of bytes in binary units, three digits: 98362432 -> "93.8 MiB"."""
     value, sign = float(abs(count)), "-" if count < 0 else ""
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if value < 1024:
-            return f"{sign}{value:.0f} B" if unit == "B" else f"{sign}{value:.3g} {unit}"
+    for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
+        if value < 1023.5 or unit == "TiB":
+            break
         value /= 1024
-    return f"{sign}{value:.3g} TiB" if value < 1000 else f"{sign}{value:.0f} TiB"
+    return f"{sign}{value:.0f} {unit}" if value >= 1000 or unit == "B" else f"{sign}{value:.3g} {unit}"
 
 
 def format_duration(seconds: float) -> str:
@@ -244,7 +245,8 @@ def _decode(kind: Any, data: Any, where: str) -> Any:
         if isinstance(data, dict):
             return {str(key): _decode(args[1], item, f"{where}.{key}") for key, item in data.items()}
     elif kind is float and isinstance(data, (int, float)) and not isinstance(data, bool):
-        return float(data)
+        if abs(data) < 1e300:  # also not NaN, nor an integer too large for a float
+            return float(data)
     elif isinstance(kind, type) and isinstance(data, kind) and (kind is bool) == isinstance(data, bool):
         return data
     raise MessageError(f"expected {getattr(kind, '__name__', kind)}, got {type(data).__name__}", where=where)
@@ -2861,7 +2863,6 @@ def short_socket_path(path: str) -> Iterator[str]:
 # ======================================================================================================
 
 SERVICE_TYPE = "_shardbox._tcp.local."
-PROTOCOL = 1  # of control messages and services; another number is named, never guessed at
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -3595,7 +3596,7 @@ class Wire(_Station):
 
 
 # ======================================================================================================
-# 11. Engines: how they are spawned, closed in, watched and logged; then the rehearsal engine.
+# 11. Engine: how engines are spawned, closed in, watched and logged; then the rehearsal engine.
 # ======================================================================================================
 # node -> spawner -> one keeper an engine -> engine. Spawner and keepers are single-threaded forks of the node; a keeper
 # lives in its engine's network and makes the node's sockets there. When the node is killed, they see their channels end
@@ -6731,8 +6732,9 @@ def judge_model(view: ModelView) -> tuple[int, str]:
             else ""
         )
     if view.phase == Phase.STOPPED:
-        return OK, f"{view.model} stopped by the operator"
-    reason = view.reason or view.last_trouble or "no reason known"
+        return OK, f"{view.model} {view.reason or 'stopped'}"
+    missing = f"only {view.alive} of {view.world} ranks live" if view.phase == Phase.SERVING else "no reason known"
+    reason = view.reason or view.last_trouble or missing
     if view.phase == Phase.FAILED:
         return CRITICAL, f"{view.model} failed: {reason}"
     words = f"{view.model} {view.phase} for {format_duration(view.seconds)}: {reason}"
@@ -6762,7 +6764,7 @@ def status_line(snapshot: Snapshot) -> tuple[int, str]:
     waiting = sum(view.in_flight for view in snapshot.models)
     live = sum(peer.state in ("self", "live") for peer in snapshot.peers)
     data = f"ranks={ranks} tok_s={speed:.1f} nodes={live} in_flight={waiting}"
-    text = "; ".join(phrases).replace("|", "/").replace("\n", " ")
+    text = "".join(char if char.isprintable() else " " for char in "; ".join(phrases)).replace("|", "/")
     return code, f"SHARDBOX {STATUS_WORDS[code]} - {text} | {data}"
 
 
