@@ -1846,7 +1846,7 @@ RESTART_MEMORY_S = 900.0  # how long `status` warns of a restart
 
 
 class Phase:
-    """Where a ring is. ACTIVE phases hold leases on other nodes."""
+    """Where a ring is. ACTIVE phases hold leases on other nodes; in WHOLE ones every engine is up."""
 
     STOPPED = "stopped"  # by the operator, or autostart = false
     WAITING = "waiting"  # for nodes, files or a plan; `reason` says for what
@@ -1857,7 +1857,9 @@ class Phase:
     STOPPING = "stopping"
     BACKOFF = "backoff"
     FAILED = "failed"
-    ACTIVE = frozenset({PREPARING, LOADING, PROBING, SERVING})
+    WHOLE = frozenset({PROBING, SERVING})
+    ACTIVE = WHOLE | {PREPARING, LOADING}
+    ALL = ACTIVE | {STOPPED, WAITING, STOPPING, BACKOFF, FAILED}
     TELLING = (SERVING, PROBING, LOADING, PREPARING, STOPPING, FAILED, BACKOFF)  # whose word counts first
 
 
@@ -1902,157 +1904,119 @@ class Effect:
     orderly: bool = False  # the ring is whole: the leader may pass STOP round
 
 
-def step(ring: Ring, event: Event, now: float) -> tuple[Ring, tuple[Effect, ...]]:
-    """The ring after an event, and what to do about it. Unexpected or late events change nothing."""
-    if event.generation and event.generation != ring.generation:
-        return ring, ()
-    handler = _STEPS.get(event.kind)
-    assert handler is not None, f"no such event: {event.kind}"
-    return handler(ring, event, now)
-
-
 _Step = tuple[Ring, tuple[Effect, ...]]
 
 
-def _move(ring: Ring, now: float, phase: str, **changes: Any) -> Ring:
-    return dataclasses.replace(ring, phase=phase, since=now, **changes)
+def step(ring: Ring, event: Event, now: float) -> _Step:
+    """The ring after an event, and what to do about it. Unexpected or late events change nothing."""
+    assert event.kind in _STEPS, f"no such event: {event.kind}"
+    phases, handler = _STEPS[event.kind]
+    late = event.generation and event.generation != ring.generation
+    return (ring, ()) if late or ring.phase not in phases else handler(ring, event, now)
 
 
-def _effect(ring: Ring, kind: str, **more: Any) -> tuple[Effect, ...]:
+def _move(ring: Ring, now: float, phase: str, reason: str, deadline: float = 0.0, **changes: Any) -> Ring:
+    return replace(ring, phase=phase, since=now, reason=reason, deadline=deadline, **changes)
+
+
+def _act(ring: Ring, kind: str, **more: Any) -> _Step:
     assert ring.plan is not None
-    return (Effect(kind=kind, generation=ring.generation, plan=ring.plan, **more),)
+    return ring, (Effect(kind=kind, generation=ring.generation, plan=ring.plan, **more),)
 
 
 def _on_plan(ring: Ring, event: Event, now: float) -> _Step:
     """A plan in which this node leads, or the reason why there is none."""
-    if ring.phase != Phase.WAITING:
-        return ring, ()
     if event.plan is None:
-        return dataclasses.replace(ring, reason=event.reason, plan=None), ()
-    ring = _move(
-        ring,
-        now,
-        Phase.PREPARING,
-        plan=event.plan,
-        generation=event.token,
-        deadline=now + PREPARE_TIMEOUT_S,
-        reason="asking every rank",
-    )
-    return ring, _effect(ring, "prepare")
+        return replace(ring, reason=event.reason, plan=None), ()
+    ring = replace(ring, plan=event.plan, generation=event.token)
+    return _act(_move(ring, now, Phase.PREPARING, "asking every rank", now + PREPARE_TIMEOUT_S), "prepare")
 
 
 def _on_granted(ring: Ring, event: Event, now: float) -> _Step:
-    if ring.phase != Phase.PREPARING:
-        return ring, ()
     assert ring.plan is not None
-    size = sum(rank.weights_bytes for rank in ring.plan.ranks)
-    ring = _move(
-        ring, now, Phase.LOADING, deadline=now + LOAD_BASE_S + size / LOAD_BYTES_PER_S, reason="engines are loading"
-    )
-    return ring, _effect(ring, "launch")
+    load_s = LOAD_BASE_S + sum(rank.weights_bytes for rank in ring.plan.ranks) / LOAD_BYTES_PER_S
+    return _act(_move(ring, now, Phase.LOADING, "engines are loading", now + load_s), "launch")
 
 
 def _on_loaded(ring: Ring, event: Event, now: float) -> _Step:
-    if ring.phase != Phase.LOADING:
-        return ring, ()
-    ring = _move(ring, now, Phase.PROBING, deadline=now + PROBE_TIMEOUT_S, reason="asking for one token")
-    return ring, _effect(ring, "probe")
+    return _act(_move(ring, now, Phase.PROBING, "asking for one token", now + PROBE_TIMEOUT_S), "probe")
 
 
 def _on_answered(ring: Ring, event: Event, now: float) -> _Step:
-    if ring.phase != Phase.PROBING:
-        return ring, ()
-    return _move(ring, now, Phase.SERVING, deadline=0.0, served_since=now, reason=""), ()
+    return _move(ring, now, Phase.SERVING, "", served_since=now), ()
 
 
 def _on_trouble(ring: Ring, event: Event, now: float) -> _Step:
     """Anything that breaks the ring: all of it stops."""
-    if ring.phase not in Phase.ACTIVE:
-        return ring, ()
-    steady = ring.phase == Phase.SERVING and now - ring.served_since >= STEADY_S
-    restarts = ring.restarts + ((now,) if ring.phase == Phase.SERVING else ())
-    failures = 1 if steady else ring.failures + 1
+    serving, whole = ring.phase == Phase.SERVING, ring.phase in Phase.WHOLE
+    failures = 1 if serving and now - ring.served_since >= STEADY_S else ring.failures + 1
     if ring.phase == Phase.PREPARING or event.kind != "trouble":  # no engine is to blame: it is never given up
         failures = min(failures, QUICK_FAILURES - 1)
-    orderly = event.kind == "leaving" and ring.phase in (Phase.PROBING, Phase.SERVING)
-    changes = {"last_trouble": event.reason, "failures": failures, "restarts": restarts}
-    ring = _move(ring, now, Phase.STOPPING, deadline=0.0, reason=event.reason, **changes)
-    return ring, _effect(ring, "teardown", reason=event.reason, orderly=orderly)
-
-
-def _on_stopped(ring: Ring, event: Event, now: float) -> _Step:
-    """The teardown is through."""
-    if ring.phase != Phase.STOPPING:
-        return ring, ()
-    ring = dataclasses.replace(ring, generation="")
-    if not ring.wanted:
-        return _move(ring, now, Phase.STOPPED, plan=None, reason="stopped by the operator"), ()
-    if ring.failures >= QUICK_FAILURES:
-        return _move(ring, now, Phase.FAILED, plan=None, reason=ring.last_trouble), ()
-    if ring.failures == 0:
-        return _move(ring, now, Phase.WAITING, plan=None, reason="starting"), ()
-    delay = min(BACKOFF_CAP_S, BACKOFF_BASE_S * 2 ** (ring.failures - 1)) * (1 + event.jitter / 2)
-    return _move(ring, now, Phase.BACKOFF, plan=None, deadline=now + delay, reason=ring.last_trouble), ()
-
-
-def _on_want(ring: Ring, event: Event, now: float) -> _Step:
-    """The operator's start: from stopped or failed, everything is tried afresh."""
-    ring = dataclasses.replace(ring, wanted=True)
-    if ring.phase in (Phase.STOPPED, Phase.FAILED, Phase.BACKOFF):
-        ring = _move(ring, now, Phase.WAITING, failures=0, deadline=0.0, reason="starting")
-    return ring, ()
+    restarts = (*ring.restarts, now) if serving else ring.restarts
+    ring = replace(ring, last_trouble=event.reason, failures=failures, restarts=restarts)
+    ring = _move(ring, now, Phase.STOPPING, event.reason)
+    return _act(ring, "teardown", reason=event.reason, orderly=whole and event.kind == "leaving")
 
 
 def _on_yield(ring: Ring, event: Event, now: float) -> _Step:
     """Another node leads this model too, and goes before this one: no failure, just one ring too many."""
-    if ring.phase not in Phase.ACTIVE:
-        return ring, ()
-    ring = _move(ring, now, Phase.STOPPING, deadline=0.0, reason=event.reason, failures=0)
-    return ring, _effect(ring, "teardown", reason=event.reason)
+    return _act(_move(ring, now, Phase.STOPPING, event.reason, failures=0), "teardown", reason=event.reason)
+
+
+def _on_stopped(ring: Ring, event: Event, now: float) -> _Step:
+    """The teardown is through."""
+    phase, reason, deadline = Phase.BACKOFF, ring.last_trouble, 0.0
+    if not ring.wanted:
+        phase, reason = Phase.STOPPED, "stopped by the operator"
+    elif ring.failures >= QUICK_FAILURES:
+        phase = Phase.FAILED
+    elif ring.failures == 0:
+        phase, reason = Phase.WAITING, "starting"
+    else:
+        deadline = now + min(BACKOFF_CAP_S, BACKOFF_BASE_S * 2 ** (ring.failures - 1)) * (1 + event.jitter / 2)
+    return _move(ring, now, phase, reason, deadline, plan=None, generation=""), ()
+
+
+def _on_want(ring: Ring, event: Event, now: float) -> _Step:
+    """The operator's start: from stopped or failed, everything is tried afresh."""
+    ring = replace(ring, wanted=True)
+    if ring.phase in (Phase.STOPPED, Phase.FAILED, Phase.BACKOFF):
+        ring = _move(ring, now, Phase.WAITING, "starting", failures=0)
+    return ring, ()
 
 
 def _on_unwant(ring: Ring, event: Event, now: float) -> _Step:
     """The operator's stop."""
-    ring = dataclasses.replace(ring, wanted=False)
+    ring, whole, told = replace(ring, wanted=False), ring.phase in Phase.WHOLE, "stopped by the operator"
     if ring.phase in Phase.ACTIVE:
-        whole = ring.phase in (Phase.PROBING, Phase.SERVING)
-        ring = _move(ring, now, Phase.STOPPING, deadline=0.0, reason="stopping", failures=0)
-        return ring, _effect(ring, "teardown", reason="stopped by the operator", orderly=whole)
-    if ring.phase not in (Phase.STOPPING, Phase.STOPPED):
-        ring = _move(ring, now, Phase.STOPPED, plan=None, deadline=0.0, reason="stopped by the operator")
-    return ring, ()
+        return _act(_move(ring, now, Phase.STOPPING, "stopping", failures=0), "teardown", reason=told, orderly=whole)
+    return (ring if ring.phase in (Phase.STOPPING, Phase.STOPPED) else _move(ring, now, Phase.STOPPED, told)), ()
 
 
 def _on_tick(ring: Ring, event: Event, now: float) -> _Step:
     """Time alone: deadlines, the end of a pause, and old restarts that no longer count."""
     if ring.restarts and now - ring.restarts[0] > RESTART_MEMORY_S:
-        ring = dataclasses.replace(ring, restarts=ring.restarts[1:])
+        ring = replace(ring, restarts=ring.restarts[1:])
     if not ring.deadline or now < ring.deadline:
         return ring, ()
     if ring.phase == Phase.BACKOFF:
-        return _move(ring, now, Phase.WAITING, deadline=0.0, reason=ring.last_trouble), ()
-    late = Event(
-        kind="trouble",
-        generation=ring.generation,
-        reason=f"the start deadline ran out while {ring.phase}: {event.reason or 'no rank says why'}",
-    )
-    return _on_trouble(ring, late, now)
+        return _move(ring, now, Phase.WAITING, ring.last_trouble), ()
+    why = f"the start deadline ran out while {ring.phase}: {event.reason or 'no rank says why'}"
+    return _on_trouble(ring, Event(kind="trouble", reason=why), now)
 
 
-_STEPS = {
-    "plan": _on_plan,
-    "granted": _on_granted,
-    "refused": _on_trouble,
-    "loaded": _on_loaded,
-    "answered": _on_answered,
-    "trouble": _on_trouble,
-    "lost": _on_trouble,
-    "leaving": _on_trouble,
-    "stopped": _on_stopped,
-    "want": _on_want,
-    "unwant": _on_unwant,
-    "yield": _on_yield,
-    "tick": _on_tick,
+# Each event, the phases in which it counts, and what it does there.
+_STEPS: dict[str, tuple[frozenset[str], Callable[[Ring, Event, float], _Step]]] = {
+    "plan": (frozenset({Phase.WAITING}), _on_plan),
+    "granted": (frozenset({Phase.PREPARING}), _on_granted),
+    "loaded": (frozenset({Phase.LOADING}), _on_loaded),
+    "answered": (frozenset({Phase.PROBING}), _on_answered),
+    **dict.fromkeys(("trouble", "refused", "lost", "leaving"), (Phase.ACTIVE, _on_trouble)),
+    "yield": (Phase.ACTIVE, _on_yield),
+    "stopped": (frozenset({Phase.STOPPING}), _on_stopped),
+    "want": (Phase.ALL, _on_want),
+    "unwant": (Phase.ALL, _on_unwant),
+    "tick": (Phase.ALL, _on_tick),
 }
 
 
@@ -2208,12 +2172,10 @@ def diagnose(code: int, tail: Sequence[str]) -> str:
         for line in reversed(tail):
             if re.search(pattern, line):
                 return f"{words} [{line.strip()[:160]}]"
-    number = -code if code < 0 else code - 128 if code > 128 else 0
-    if number in (9, 15):  # its own output says nothing about that
-        return _SIGNALS[number]
+    number = -code if code < 0 else max(0, code - 128)
     words = _SIGNALS.get(number, f"signal {number}" if number else f"it ended with exit code {code}")
-    last = next((line.strip() for line in reversed(tail) if line.strip()), "")
-    return words + (f" [{last[:160]}]" if last else "")
+    last = next((f" [{line.strip()[:160]}]" for line in reversed(tail) if line.strip()), "")
+    return words if number in (9, 15) else words + last  # killed: its own output says nothing about that
 
 
 # ======================================================================================================
