@@ -40,7 +40,6 @@ import functools
 import gc
 import hashlib
 import hmac
-import http.client
 import importlib
 import ipaddress
 import itertools
@@ -6855,26 +6854,15 @@ def plan_text(plan: ModelPlan | PlanError, name: str) -> str:
 CONFIG_NAME = "shardbox.toml"
 
 
-def config_places(environ: Mapping[str, str]) -> list[str]:
-    """Where a shardbox.toml is looked for, in order."""
-    program = sys.executable if getattr(sys, "frozen", False) else os.path.abspath(__file__)
-    if environ.get("SHARDBOX_CONFIG"):
-        return [environ["SHARDBOX_CONFIG"]]
-    return [CONFIG_NAME, os.path.join(os.path.dirname(program), CONFIG_NAME), f"/etc/shardbox/{CONFIG_NAME}"]
-
-
 def load_config(path: str | None) -> Config:
-    """Read and check the configuration. Raises ConfigError or UsageError."""
-    places = [path] if path else config_places(os.environ)
-    found = next(
-        (place for place in places if path or os.environ.get("SHARDBOX_CONFIG") or os.path.exists(place)), None
-    )
+    """The checked configuration: of `path`, SHARDBOX_CONFIG, or the first place that has one. Raises ConfigError or
+    UsageError."""
+    program = sys.executable if getattr(sys, "frozen", False) else os.path.abspath(__file__)
+    places = [CONFIG_NAME, os.path.join(os.path.dirname(program), CONFIG_NAME), f"/etc/shardbox/{CONFIG_NAME}"]
+    found = path or os.environ.get("SHARDBOX_CONFIG") or next(filter(os.path.exists, places), None)
     if found is None:
-        raise UsageError(
-            "no configuration found",
-            where=", ".join(places),
-            hint="give it with --config FILE; config.example.toml shows what goes in",
-        )
+        hint = "give it with --config FILE; config.example.toml shows what goes in"
+        raise UsageError("no configuration found", where=", ".join(places), hint=hint)
     try:
         with open(found, "rb") as file:
             data = file.read(MAX_CONFIG_BYTES + 1)
@@ -6885,16 +6873,14 @@ def load_config(path: str | None) -> Config:
 
 def node_name(config: Config, given: str | None) -> str:
     """This node's name: --node, SHARDBOX_NODE, or the hostname, short or full. Raises UsageError."""
-    said = given or os.environ.get("SHARDBOX_NODE")
-    declared = [node.name for node in config.nodes]
+    said = (given or os.environ.get("SHARDBOX_NODE") or "").lower()
     host = socket.gethostname().lower()
-    candidates = [said.lower()] if said else [host, host.split(".")[0]]
-    for name in candidates:
-        if name in declared:
-            return name
-        full = [node for node in declared if node.split(".")[0] == name and not said]
-        if len(full) == 1:
-            return full[0]
+    candidates = [said] if said else [host, host.partition(".")[0]]
+    declared = [node.name for node in config.nodes]
+    exact = [name for name in candidates if name in declared]
+    short = [name for name in declared if name.partition(".")[0] == candidates[-1] and not said]
+    if exact or len(short) == 1:
+        return (exact or short)[0]
     if declared:
         raise UsageError(
             f"no node {candidates[0]!r} in [[nodes]]; there are: {', '.join(declared)}",
@@ -6912,54 +6898,43 @@ def read_secret(config: Config) -> str:
     if config.cluster.secret:
         return config.cluster.secret
     path = os.path.join(config.folder, config.cluster.secret_file)
+    where = f"cluster.secret_file: {path}"
     try:
         with open(path, encoding="utf-8") as file:
             secret = file.read(4096).strip()
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "not a text file"
-        raise UsageError(
-            f"cannot be read: {reason}",
-            where=f"cluster.secret_file: {path}",
-            hint=f"make one with `shardbox secret > {config.cluster.secret_file}`, and copy it to every box",
-        ) from None
+        hint = f"make one with `shardbox secret > {config.cluster.secret_file}`, and copy it to every box"
+        raise UsageError(f"cannot be read: {reason}", where=where, hint=hint) from None
     if len(secret) < SECRET_CHARACTERS:
-        raise UsageError(
-            f"has fewer than {SECRET_CHARACTERS} characters",
-            where=f"cluster.secret_file: {path}",
-            hint="make a good one with `shardbox secret`",
-        )
+        what, hint = f"has fewer than {SECRET_CHARACTERS} characters", "make a good one with `shardbox secret`"
+        raise UsageError(what, where=where, hint=hint)
     return secret
 
 
-class UnixConnection(http.client.HTTPConnection):
-    """HTTP to the control socket of this box's node."""
-
-    def __init__(self, path: str, timeout: float) -> None:
-        super().__init__("shardbox", timeout=timeout)
-        self._path = path
-
-    def connect(self) -> None:
-        """Open the socket; OSError where nobody listens."""
-        self.sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        self.sock.settimeout(self.timeout)
-        with short_socket_path(self._path) as path:
-            self.sock.connect(path)
+class NodeDown(ShardboxError):
+    """The node on this box does not run or does not answer."""
 
 
-def ask_node(config: Config, name: str, method: str, path: str, body: Any = None, timeout_s: float = 60.0) -> Any:
+def ask_node(config: Config, name: str, method: str, path: str, body: Any = None) -> Any:
     """What this box's node answers to its owner. Raises ShardboxError, also when it is not running."""
-    connection = UnixConnection(control_path(state_folder(config.cluster.name, name)), timeout_s)
+    from http.client import HTTPConnection, HTTPException  # with what it imports, too slow for `status`
+
+    connection = HTTPConnection("shardbox")
+    connection.sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    connection.sock.settimeout(60.0)
     try:
+        with short_socket_path(control_path(state_folder(config.cluster.name, name))) as short:
+            connection.sock.connect(short)
         connection.request(method, path, json.dumps(body) if body is not None else None)
         reply = connection.getresponse()
         data = json.loads(reply.read())
     except (FileNotFoundError, ConnectionRefusedError):
         raise NodeDown(f"node {name} is not running on this box", hint="start it with `shardbox up`") from None
     except PermissionError:
-        raise UsageError(
-            "the control socket belongs to another user", hint="run this as the user who runs `shardbox up`"
-        ) from None
-    except (OSError, ValueError, http.client.HTTPException) as error:
+        what, hint = "the control socket belongs to another user", "run this as the user who runs `shardbox up`"
+        raise UsageError(what, hint=hint) from None
+    except (OSError, ValueError, HTTPException) as error:
         raise NodeDown(f"node {name} does not answer: {error}", hint="see its log") from None
     finally:
         connection.close()
@@ -6969,33 +6944,24 @@ def ask_node(config: Config, name: str, method: str, path: str, body: Any = None
     return data
 
 
-class NodeDown(ShardboxError):
-    """The node on this box does not run or does not answer."""
-
-
 def read_status(config: Config, name: str, timeout_s: float) -> Snapshot:
     """The snapshot of this box's node, as any user. Raises NodeDown, or UsageError for an impostor."""
-    deadline = time.monotonic() + timeout_s
-    chunks: list[bytes] = []
-    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as sock:
-        try:
+    deadline, chunks = time.monotonic() + timeout_s, [b""]
+    try:
+        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as sock:
             sock.settimeout(timeout_s)
             sock.connect(status_address(config.cluster.name, name))
             check_status_owner(sock, config)
-            while True:
+            while len(chunks) == 1 or chunks[-1]:
                 sock.settimeout(max(0.01, deadline - time.monotonic()))
-                chunk = sock.recv(1 << 16)
-                if not chunk:
-                    break
-                chunks.append(chunk)
-        except (FileNotFoundError, ConnectionRefusedError):
-            raise NodeDown(f"node {name} is not running on this box", hint="start it with `shardbox up`") from None
-        except TimeoutError:
-            raise NodeDown(f"node {name} accepts but says nothing within {timeout_s:g} s") from None
-        except OSError as error:
-            raise NodeDown(f"node {name} broke off: {error.strerror}") from None
-    try:
+                chunks.append(sock.recv(1 << 16))
         return from_json(Snapshot, json.loads(b"".join(chunks)), "status")
+    except (FileNotFoundError, ConnectionRefusedError):
+        raise NodeDown(f"node {name} is not running on this box", hint="start it with `shardbox up`") from None
+    except TimeoutError:
+        raise NodeDown(f"node {name} accepts but says nothing within {timeout_s:g} s") from None
+    except OSError as error:
+        raise NodeDown(f"node {name} broke off: {error.strerror}") from None
     except ValueError:
         raise NodeDown(f"node {name} broke off in the middle of its answer") from None
 
@@ -7006,19 +6972,32 @@ def check_status_owner(sock: socket.socket, config: Config) -> None:
         return
     _, uid, _ = struct.unpack("3i", sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
     if uid not in (0, os.geteuid(), os.stat(config.file).st_uid):
-        raise UsageError(
-            f"user {uid} answers for this node, who owns neither it nor {config.file}",
-            hint="run `status` as the user who runs `up`, or give that user the TOML",
-        )
+        hint = "run `status` as the user who runs `up`, or give that user the TOML"
+        raise UsageError(f"user {uid} answers for this node, who owns neither it nor {config.file}", hint=hint)
 
 
-# --- commands: each returns its exit code ----------------------------------------------------------------
+# --- commands: each returns its exit code; its docstring is its help --------------------------------------
 
 
-def run_up(config: Config, name: str, *, demo: bool = False) -> int:
-    """The node in the foreground, until SIGTERM, Ctrl-C or `down`."""
+def with_config(run: Callable[..., int]) -> Callable[..., int]:
+    """A command that is given the configuration and this node's name for --config and --node."""
+
+    @functools.wraps(run)
+    def command(config_path: str | None, node: str | None, **settings: Any) -> int:
+        config = load_config(config_path)
+        return run(config, node_name(config, node), **settings)
+
+    return command
+
+
+@with_config
+def cmd_up(config: Config, name: str, detach: bool) -> int:
+    """Run this box's node until `down`, SIGTERM or Ctrl-C."""
     secret = read_secret(config)
     folder = state_folder(config.cluster.name, name)
+    os.makedirs(folder, mode=0o700, exist_ok=True)
+    if detach:
+        return detach_up(config, name, os.path.join(folder, "node.log"))
     os.makedirs(os.path.join(folder, "logs"), mode=0o700, exist_ok=True)
     with one_node_only(folder, name):
         stop_leftovers(folder)
@@ -7026,7 +7005,7 @@ def run_up(config: Config, name: str, *, demo: bool = False) -> int:
         spawner = Spawner.start()  # likewise
         sys.setswitchinterval(1e-4)  # the wires' threads must not wait for the event loop's (mesh measurements)
         try:
-            asyncio.run(_run_node(config, name, folder, secret, spawner, demo))
+            asyncio.run(_run_node(config, name, folder, secret, spawner))
         finally:
             spawner.close()
             with contextlib.suppress(FileNotFoundError):
@@ -7034,7 +7013,8 @@ def run_up(config: Config, name: str, *, demo: bool = False) -> int:
     return 0
 
 
-async def _run_node(config: Config, name: str, folder: str, secret: str, spawner: Spawner, demo: bool) -> None:
+async def _run_node(config: Config, name: str, folder: str, secret: str, spawner: Spawner) -> None:
+    demo = bool(os.environ.get("SHARDBOX_DEMO"))
     node = Node(config=config, name=name, folder=folder, secret=secret, spawner=spawner, demo=demo)
     loop = asyncio.get_running_loop()
 
@@ -7059,18 +7039,14 @@ async def _run_node(config: Config, name: str, folder: str, secret: str, spawner
 
 @contextlib.contextmanager
 def one_node_only(folder: str, name: str) -> Iterator[None]:
-    """Hold the node's lock file. Raises UsageError when another `up` holds it."""
-    import fcntl
-
+    """Hold the node's lock file. Raises ShardboxError when another `up` holds it."""
     with open(os.path.join(folder, "lock"), "a+") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
             file.seek(0)
-            raise ShardboxError(
-                f"node {name} already runs on this box (pid {file.read().strip() or '?'})",
-                hint="`shardbox down` ends it",
-            ) from None
+            what = f"node {name} already runs on this box (pid {file.read().strip() or '?'})"
+            raise ShardboxError(what, hint="`shardbox down` ends it") from None
         file.truncate(0)
         file.write(str(os.getpid()))
         file.flush()
@@ -7091,46 +7067,80 @@ def stop_leftovers(folder: str) -> None:
         log.warning("engines.json of an earlier run cannot be read: %r", error)
 
 
-def run_status(config_path: str | None, node: str | None, timeout_s: float, as_json: bool, brief: bool) -> int:
+def start_node(config: Config, name: str, log_path: str) -> subprocess.Popen[bytes]:
+    """`up` as a process of its own that writes to a file."""
+    command = [*self_command(), "up", "--config", config.file, "--node", name]
+    with open(log_path, "ab") as output:
+        return subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=output, stderr=output, start_new_session=True)
+
+
+def last_words(log_path: str, characters: int) -> str:
+    """The end of a node's log."""
+    with open(log_path, encoding="utf-8", errors="replace") as file:
+        return file.read()[-characters:].strip()
+
+
+def detach_up(config: Config, name: str, log_path: str) -> int:
+    """Start `up` in the background and wait until it answers. Raises ShardboxError with its last words."""
+    child = start_node(config, name, log_path)
+    for _ in range(300):
+        if child.poll() is not None:
+            last = "; ".join(last_words(log_path, 2000).splitlines()[-3:])
+            raise ShardboxError(last or f"it ended with {child.returncode}", where=log_path)
+        with contextlib.suppress(ShardboxError):
+            read_status(config, name, 1.0)
+            print(f"node {name} runs in the background (pid {child.pid}), its log is {log_path}")
+            return 0
+        time.sleep(0.1)
+    raise ShardboxError("it runs, but does not answer after 30 s", where=log_path)
+
+
+@with_config
+def cmd_down(config: Config, name: str, everywhere: bool) -> int:
+    """End this box's node and the rings it is part of."""
+    try:
+        reply = ask_node(config, name, "POST", "/down?all=1" if everywhere else "/down")
+    except NodeDown as error:
+        if "not running" not in error.what:
+            raise
+        print(f"node {name} is not running")
+        return 0
+    for peer, answer in reply["told"].items():
+        print(f"{peer}: {answer}")
+    deadline = time.monotonic() + 30
+    while time.monotonic() < deadline:
+        try:
+            with one_node_only(state_folder(config.cluster.name, name), name):
+                print(f"{name}: down")
+                return 0
+        except ShardboxError:
+            time.sleep(0.1)
+    raise ShardboxError(f"node {name} is still ending after 30 s", hint="see its log")
+
+
+def cmd_status(config_path: str | None, node: str | None, timeout_s: float, as_json: bool, brief: bool) -> int:
     """How the cluster is. Exit code: 0 OK, 1 WARNING, 2 CRITICAL, 3 UNKNOWN (the monitoring-plugins convention)."""
+    data = {}
     try:
         if math.isnan(timeout_s):
             raise UsageError("--timeout must be a number of seconds")
         config = load_config(config_path)
-        name = node_name(config, node)
-        snapshot = read_status(config, name, timeout_s)
+        snapshot = read_status(config, node_name(config, node), timeout_s)
         code, line = status_line(snapshot)
-        if as_json:
-            print(json.dumps({"code": code, "status": STATUS_WORDS[code], "line": line, **to_json(snapshot)}, indent=2))
-        else:
-            print(status_text(snapshot, verbose=not brief))
-        return code
-    except NodeDown as error:
-        return _status_failure(CRITICAL, error, as_json)
+        data, text = to_json(snapshot), status_text(snapshot, verbose=not brief)
     except ShardboxError as error:
-        return _status_failure(UNKNOWN, error, as_json)
-
-
-def _status_failure(code: int, error: ShardboxError, as_json: bool) -> int:
-    line = f"SHARDBOX {STATUS_WORDS[code]} - {str(error).splitlines()[0]}"
-    if as_json:
-        print(json.dumps({"code": code, "status": STATUS_WORDS[code], "line": line}))
-    else:
-        print("\n".join([line, *str(error).splitlines()[1:]]))
+        code = CRITICAL if isinstance(error, NodeDown) else UNKNOWN
+        text = f"SHARDBOX {STATUS_WORDS[code]} - {error}"
+        line = text.splitlines()[0]
+    head = {"code": code, "status": STATUS_WORDS[code], "line": line}
+    print(json.dumps({**head, **data}, indent=2) if as_json else text)
     return code
 
 
-def run_plan(config: Config, name: str, facts_file: str | None, as_json: bool) -> int:
-    """`plan`: from live facts of the running cluster, this box alone, or a file."""
-    if facts_file:
-        facts = read_facts(facts_file)
-    else:
-        try:
-            reply = ask_node(config, name, "GET", "/nodes")
-            facts = [from_json(NodeFacts, item, "facts") for item in reply["facts"]]
-        except NodeDown:
-            print(f"node {name} is not up: planning for this box alone", file=sys.stderr)
-            facts = [survey_once(config, name)]
+def cmd_plan(config_path: str | None, node: str | None, as_json: bool, facts_file: str | None) -> int:
+    """Which node would hold which layers, and why."""
+    config = load_config(config_path)
+    facts = read_facts(facts_file) if facts_file else live_facts(config, node_name(config, node))
     plans = plan_all(config, facts)
     if as_json:
         body = {
@@ -7144,153 +7154,177 @@ def run_plan(config: Config, name: str, facts_file: str | None, as_json: bool) -
     return 1 if any(isinstance(plan, PlanError) for plan in plans.values()) else 0
 
 
+def live_facts(config: Config, name: str) -> list[NodeFacts]:
+    """Facts of the running cluster, or of this box alone where no node is up."""
+    try:
+        reply = ask_node(config, name, "GET", "/nodes")
+        return [from_json(NodeFacts, item, "facts") for item in reply["facts"]]
+    except NodeDown:
+        print(f"node {name} is not up: planning for this box alone", file=sys.stderr)
+        return [survey_once(config, name)]
+
+
 def survey_once(config: Config, name: str) -> NodeFacts:
     """This box's facts, without a running node; model files are not hashed."""
     folder = state_folder(config.cluster.name, name)
     try:
         os.makedirs(folder, mode=0o700, exist_ok=True)
     except OSError as error:
-        raise UsageError(
-            f"cannot be written: {error.strerror}",
-            where=folder,
-            hint="run as the user who runs `up`, or set SHARDBOX_STATE",
-        ) from None
-    surveyor = Surveyor(config, name, folder)
-    try:
+        hint = "run as the user who runs `up`, or set SHARDBOX_STATE"
+        raise UsageError(f"cannot be written: {error.strerror}", where=folder, hint=hint) from None
+    with contextlib.closing(Surveyor(config, name, folder)) as surveyor:
         return surveyor.survey(own_bytes=0)
-    finally:
-        surveyor.close()
 
 
 def read_facts(path: str) -> list[NodeFacts]:
     """Facts from a file: what `nodes --json` or `plan --json` prints. Raises UsageError or MessageError."""
+    hint = "`shardbox nodes --json` writes one"
     try:
         with open(path, "rb") as file:
             data = json.load(file)
     except OSError as error:
         raise UsageError(f"cannot be read: {error.strerror}", where=path) from None
     except ValueError:
-        raise UsageError("is not JSON", where=path, hint="`shardbox nodes --json` writes one") from None
+        raise UsageError("is not JSON", where=path, hint=hint) from None
     items = data.get("facts") if isinstance(data, dict) else data
     if not isinstance(items, list):
-        raise UsageError('has no list "facts"', where=path, hint="`shardbox nodes --json` writes one")
+        raise UsageError('has no list "facts"', where=path, hint=hint)
     return [from_json(NodeFacts, item, f"{path}: facts[{n}]") for n, item in enumerate(items)]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Finding:
-    """One line of `check`: ok, warn or fail, and what to do."""
+@with_config
+def cmd_nodes(config: Config, name: str, as_json: bool) -> int:
+    """Who was found, and what is wrong with those who do not take part."""
+    reply = ask_node(config, name, "GET", "/nodes")
+    views = [from_json(PeerView, item, "nodes") for item in reply["nodes"]]
+    print(json.dumps(reply, indent=2) if as_json else peers_table(views))
+    return 0
 
-    level: str
-    what: str
-    hint: str = ""
+
+@with_config
+def cmd_logs(config: Config, name: str, target: str, model: str, lines: int) -> int:
+    """Engine logs of one node, or of all, from any box."""
+    query = urllib.parse.urlencode({"node": target.lower(), "model": model, "lines": lines})
+    reply = ask_node(config, name, "GET", f"/logs?{query}")
+    print("\n\n".join(f"==> {path} <==\n{text}" for path, text in reply.items()) or "no engine has run yet")
+    return 0
 
 
-def check_box(config: Config, facts: NodeFacts, running: bool) -> list[Finding]:
-    """This box alone: binaries, models, memory, ports, isolation, addresses."""
-    found = [Finding(level="ok", what=f"{config.file} is well-formed (hash {config.hash})")]
+@with_config
+def cmd_start(config: Config, name: str, model: str, wanted: bool = True) -> int:
+    """Serve a model that was stopped, has failed, or does not start by itself."""
+    reply = ask_node(config, name, "POST", "/want", {"model": model, "wanted": wanted})
+    print(f"{reply['model']}: {'starting' if wanted else 'stopping'}; `shardbox status` shows how far it is")
+    return 0
+
+
+def cmd_stop(**settings: str) -> int:
+    """Stop serving a model on the whole cluster; the nodes stay up."""
+    return cmd_start(**settings, wanted=False)
+
+
+@with_config
+def cmd_check(config: Config, name: str, as_json: bool) -> int:
+    """Preflight: this box, and every pair of boxes in both directions."""
+    secret = read_secret(config)
+    try:
+        reply = ask_node(config, name, "GET", "/check")
+        found = check_box(config, from_json(NodeFacts, reply["facts"][0], "facts"))
+    except NodeDown:
+        facts = survey_once(config, name)
+        found = [*check_box(config, facts), *check_own_ports(config, facts)]
+        problem = f"node {name} is not up: no other box could try to reach it"
+        found.append(finding("", problem, hint="`shardbox up` here and there, then check again", level="warn"))
+        reply = asyncio.run(reach_outward(config, facts, secret))
+    found += check_pairs(config, reply)
+    failed = any(item["level"] == "fail" for item in found)
+    if as_json:
+        print(json.dumps({"ok": not failed, "findings": found}, indent=2))
+        return 1 if failed else 0
+    for item in found:
+        print(f"{item['level']:4}  {item['what']}")
+        if item["hint"] and item["level"] != "ok":
+            print(f"      hint: {item['hint']}")
+    return 1 if failed else 0
+
+
+def finding(subject: str, problem: str, good: str = "", *, hint: str = "", level: str = "fail") -> dict[str, str]:
+    """One line of `check`: the problem at this level (warn or fail); where there is none, what is ok."""
+    return {"level": level if problem else "ok", "what": subject + (problem or good), "hint": hint}
+
+
+def check_box(config: Config, facts: NodeFacts) -> list[dict[str, str]]:
+    """This box alone: binaries, models, memory, isolation, addresses."""
+    rehearsal = config.engine.kind == "rehearsal"
+    found = [finding(f"{config.file} is well-formed (hash {config.hash})", "")]
     for binary in facts.binaries:
-        line = f"{binary.role} binary {binary.path or ROLE_BINARIES[binary.role]}: "
-        found.append(
-            Finding(
-                level="fail" if binary.problem else "ok",
-                hint=binary.hint,
-                what=line + (binary.problem or binary.version),
-            )
-        )
-    if config.engine.kind == "rehearsal":
-        found.append(Finding(level="warn", what='engine kind is "rehearsal": no model will be loaded'))
+        path = binary.path or ROLE_BINARIES[binary.role]
+        found.append(finding(f"{binary.role} binary {path}: ", binary.problem, binary.version, hint=binary.hint))
+    if rehearsal:
+        found.append(finding('engine kind is "rehearsal": ', "no model will be loaded", level="warn"))
     for copy in facts.models:
         model = config.model(copy.name)
-        stand_in = config.engine.kind == "rehearsal" and model is not None and model.rehearse is not None
-        what = copy.problem or f"{copy.path}, {format_size(copy.size_bytes)}"
-        level = "ok" if not copy.problem else "warn" if stand_in else "fail"
-        found.append(Finding(level=level, what=f"model {copy.name}: {what}", hint=copy.hint))
-    found.append(
-        Finding(
-            level="ok",
-            what=f"memory: {format_size(facts.memory.available_bytes)} of "
-            f"{format_size(facts.memory.total_bytes)} available ({facts.memory.source}); "
-            f"{len(facts.gpus)} GPUs{f' ({facts.gpu_note})' if facts.gpu_note else ''}",
-        )
-    )
-    found.append(
-        Finding(
-            level="warn" if facts.isolation else "ok",
-            what=facts.isolation or "engines can be closed in: only the forwarder reaches their ports",
-        )
-    )
-    _, left_out = local_addresses(config.cluster.interfaces)
+        level = "warn" if rehearsal and model is not None and model.rehearse is not None else "fail"
+        good = f"{copy.path}, {format_size(copy.size_bytes)}"
+        found.append(finding(f"model {copy.name}: ", copy.problem, good, hint=copy.hint, level=level))
+    memory, note = facts.memory, f" ({facts.gpu_note})" if facts.gpu_note else ""
+    good = f"{format_size(memory.available_bytes)} of {format_size(memory.total_bytes)} available ({memory.source})"
+    found.append(finding(f"memory: {good}; {len(facts.gpus)} GPUs{note}", ""))
+    good = "engines can be closed in: only the forwarder reaches their ports"
+    found.append(finding("", facts.isolation, good, level="warn"))
+    left_out = "; ".join(local_addresses(config.cluster.interfaces)[1])
     shown = ", ".join(f"{a.address} ({a.interface}{', ' + a.note if a.note else ''})" for a in facts.addresses)
-    found.append(
-        Finding(
-            level="ok" if facts.addresses else "fail",
-            what=f"addresses: {shown or 'none that may be used'}",
-            hint="; ".join(left_out),
-        )
-    )
-    if not running:
-        found += check_own_ports(config, facts)
+    found.append(finding("addresses: ", "" if shown else "none that may be used", shown, hint=left_out))
     return found
 
 
-def check_own_ports(config: Config, facts: NodeFacts) -> list[Finding]:
+def check_own_ports(config: Config, facts: NodeFacts) -> list[dict[str, str]]:
     """Whether the ports that `up` will take are free."""
     found = []
-    for key in ("mesh", "api"):
-        port = getattr(facts.ports, key)
-        with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as sock:
-            sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            try:
-                sock.bind(("0.0.0.0" if key == "mesh" else config.api.bind, port))
-                found.append(Finding(level="ok", what=f"port {port} ({key}) is free"))
-            except OSError as error:
-                found.append(
-                    Finding(level="fail", what=f"port {port} ({key}): {error.strerror}", hint=port_owner_hint(port))
-                )
+    for key, bind, port in (("mesh", "0.0.0.0", facts.ports.mesh), ("api", config.api.bind, facts.ports.api)):
+        problem = port_problem(bind, port)
+        hint = port_owner_hint(port) if problem else ""
+        found.append(finding(f"port {port} ({key})", problem and f": {problem}", " is free", hint=hint))
     return found
 
 
-def check_pairs(config: Config, reply: dict[str, Any]) -> list[Finding]:
+def port_problem(bind: str, port: int) -> str:
+    """Why nobody can listen there now; "" where it is free."""
+    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as sock:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            sock.bind((bind, port))
+        except OSError as error:
+            return error.strerror or str(error)
+    return ""
+
+
+def check_pairs(config: Config, reply: dict[str, Any]) -> list[dict[str, str]]:
     """Every pair of nodes in both directions, versions, configurations, model contents and clocks."""
     found = []
-    for item in reply["pairs"]:
-        pair = from_json(Reach, item, "pairs")
-        line = f"{pair.source} -> {pair.target} at {pair.address}: "
-        good = f"reached, secret proved, {pair.rtt_ms:.1f} ms"
-        found.append(
-            Finding(level="fail" if pair.problem else "ok", what=line + (pair.problem or good), hint=pair.hint)
-        )
+    for pair in (from_json(Reach, item, "pairs") for item in reply["pairs"]):
+        subject, good = f"{pair.source} -> {pair.target} at {pair.address}: ", "reached, secret proved, "
+        found.append(finding(subject, pair.problem, f"{good}{pair.rtt_ms:.1f} ms", hint=pair.hint))
     facts = [from_json(NodeFacts, item, "facts") for item in reply["facts"]]
-    for label, values in (
-        ("shardbox.toml", {node.name: node.config_hash for node in facts}),
-        ("shardbox version", {node.name: node.version for node in facts}),
-        *(
-            (
-                f"content of {model.path}",
-                {node.name: node.model(model.name).root for node in facts if node.model(model.name).root},
-            )
-            for model in config.models
-        ),
-        *(
-            (
-                f"{role} binary's build",
-                {node.name: node.binary(role).commit for node in facts if node.binary(role).commit},
-            )
-            for role in ENGINE_ROLES
-        ),
-    ):
-        if len(set(values.values())) > 1:
-            listing = ", ".join(f"{node} {value}" for node, value in sorted(values.items()))
-            found.append(
-                Finding(level="fail", what=f"{label} differs: {listing}", hint="make them the same everywhere")
-            )
-        elif len(values) > 1:
-            found.append(Finding(level="ok", what=f"{label}: the same on {', '.join(sorted(values))}"))
+    compared = {
+        "shardbox.toml": {node.name: node.config_hash for node in facts},
+        "shardbox version": {node.name: node.version for node in facts},
+    }
+    for model in config.models:
+        compared[f"content of {model.path}"] = {node.name: node.model(model.name).root for node in facts}
+    for role in ENGINE_ROLES:
+        compared[f"{role} binary's build"] = {node.name: node.binary(role).commit for node in facts}
+    for label, given in compared.items():
+        values = {node: value for node, value in sorted(given.items()) if value}
+        listing = ", ".join(f"{node} {value}" for node, value in values.items())
+        problem = f" differs: {listing}" if len(set(values.values())) > 1 else ""
+        if len(values) > 1:
+            good, hint = f": the same on {', '.join(values)}", "make them the same everywhere" if problem else ""
+            found.append(finding(label, problem, good, hint=hint))
     for name, skew in reply["clock_skew_s"].items():
-        found.append(Finding(level="ok", what=f"clock of {name}: {skew:+.1f} s (nothing depends on it)"))
+        found.append(finding(f"clock of {name}: {skew:+.1f} s (nothing depends on it)", ""))
     if reply["discovery"]:
-        found.append(Finding(level="warn", what=reply["discovery"], hint="give each node an `address`"))
+        found.append(finding("", reply["discovery"], hint="give each node an `address`", level="warn"))
     return found
 
 
@@ -7301,163 +7335,23 @@ async def reach_outward(config: Config, facts: NodeFacts, secret: str) -> dict[s
         for node in config.nodes
         if node.address
     ]
-    problem = ""
+    cluster, problem = config.cluster.name, ""
     if config.cluster.discovery == "mdns":
-        discovery = Discovery(
-            config.cluster.name, facts.name, facts.machine, facts.mesh_port, lambda: None, advertise=False
-        )
+        discovery = Discovery(cluster, facts.name, facts.machine, facts.mesh_port, lambda: None, advertise=False)
         await discovery.announce(tuple(address.address for address in facts.addresses))
         await asyncio.sleep(SETTLE_S)
         problem = discovery.problem
-        hints += [hint for hint in discovery.hints.values() if hint.cluster == config.cluster.name]
+        hints += [hint for hint in discovery.hints.values() if hint.cluster == cluster]
         await discovery.close()
 
     def refuse(peer: str, service: str) -> typing.NoReturn:
         raise MeshError("this node is not up", kind="refused")
 
-    mesh = Mesh(keys=mesh_keys(secret, config.cluster.name, facts.name), open_service=refuse)
+    mesh = Mesh(keys=mesh_keys(secret, cluster, facts.name), open_service=refuse)
     with ThreadPoolExecutor(max_workers=16) as pool:
         pairs = await reach_all(config, facts.name, hints, mesh, pool)
     mesh.close()
     return {"pairs": to_json(pairs), "facts": [to_json(facts)], "clock_skew_s": {}, "discovery": problem}
-
-
-def run_check(config: Config, name: str, as_json: bool) -> int:
-    """`check`: 0 when nothing failed, 1 otherwise."""
-    secret = read_secret(config)
-    try:
-        reply = ask_node(config, name, "GET", "/check")
-    except NodeDown:
-        reply = None
-    facts = from_json(NodeFacts, reply["facts"][0], "facts") if reply else survey_once(config, name)
-    found = check_box(config, facts, running=reply is not None)
-    if reply is None:
-        found.append(
-            Finding(
-                level="warn",
-                what=f"node {name} is not up: no other box could try to reach it",
-                hint="`shardbox up` here and there, then check again",
-            )
-        )
-        reply = asyncio.run(reach_outward(config, facts, secret))
-    found += check_pairs(config, reply)
-    failed = any(finding.level == "fail" for finding in found)
-    if as_json:
-        print(json.dumps({"ok": not failed, "findings": to_json(found)}, indent=2))
-    else:
-        for finding in found:
-            print(f"{finding.level:4}  {finding.what}")
-            if finding.hint and finding.level != "ok":
-                print(f"      hint: {finding.hint}")
-    return 1 if failed else 0
-
-
-def run_down(config: Config, name: str, everywhere: bool) -> int:
-    """`down`: ask the node to end and wait until it has."""
-    folder = state_folder(config.cluster.name, name)
-    try:
-        reply = ask_node(config, name, "POST", "/down?all=1" if everywhere else "/down")
-    except NodeDown as error:
-        if "not running" not in error.what:
-            raise
-        print(f"node {name} is not running")
-        return 0
-    for peer, answer in reply["told"].items():
-        print(f"{peer}: {answer}")
-    deadline = time.monotonic() + 30
-    while time.monotonic() < deadline:
-        try:
-            with one_node_only(folder, name):
-                print(f"{name}: down")
-                return 0
-        except ShardboxError:
-            time.sleep(0.1)
-    raise ShardboxError(f"node {name} is still ending after 30 s", hint="see its log")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Setting:
-    """One option or argument of a command, as click.Option or click.Argument takes it."""
-
-    names: tuple[str, ...]
-    more: dict[str, Any]
-
-
-def option(*names: str, **more: Any) -> Setting:
-    """An option; names without a dash make it an argument."""
-    return Setting(names=names, more=more)
-
-
-CONFIG = option("--config", "config_path", metavar="FILE", help="The TOML (default: see the README).")
-NODE = option("--node", metavar="NAME", help="Which [[nodes]] entry this box is (default: its hostname).")
-JSON = option("--json", "as_json", is_flag=True, help="Print JSON.")
-MODEL = option("model", metavar="MODEL")
-
-
-def cmd_up(config_path: str | None, node: str | None, detach: bool) -> int:
-    """Run this box's node until `down`, SIGTERM or Ctrl-C."""
-    config = load_config(config_path)
-    name = node_name(config, node)
-    return detach_up(config, name) if detach else run_up(config, name, demo=bool(os.environ.get("SHARDBOX_DEMO")))
-
-
-def cmd_down(config_path: str | None, node: str | None, everywhere: bool) -> int:
-    """End this box's node and the rings it is part of."""
-    config = load_config(config_path)
-    return run_down(config, node_name(config, node), everywhere)
-
-
-def cmd_plan(config_path: str | None, node: str | None, as_json: bool, facts_file: str | None) -> int:
-    """Which node would hold which layers, and why."""
-    config = load_config(config_path)
-    return run_plan(config, "" if facts_file else node_name(config, node), facts_file, as_json)
-
-
-def cmd_nodes(config_path: str | None, node: str | None, as_json: bool) -> int:
-    """Who was found, and what is wrong with those who do not take part."""
-    config = load_config(config_path)
-    reply = ask_node(config, node_name(config, node), "GET", "/nodes")
-    views = [from_json(PeerView, item, "nodes") for item in reply["nodes"]]
-    print(json.dumps(reply, indent=2) if as_json else peers_table(views))
-    return 0
-
-
-def cmd_logs(config_path: str | None, node: str | None, target: str, model: str, lines: int) -> int:
-    """Engine logs of one node, or of all, from any box."""
-    config = load_config(config_path)
-    query = urllib.parse.urlencode({"node": target.lower(), "model": model, "lines": lines})
-    reply = ask_node(config, node_name(config, node), "GET", f"/logs?{query}")
-    print("\n\n".join(f"==> {path} <==\n{text}" for path, text in reply.items()) or "no engine has run yet")
-    return 0
-
-
-def cmd_start(config_path: str | None, node: str | None, model: str) -> int:
-    """Serve a model that was stopped, has failed, or does not start by itself."""
-    return want_model(config_path, node, model, True)
-
-
-def cmd_stop(config_path: str | None, node: str | None, model: str) -> int:
-    """Stop serving a model on the whole cluster; the nodes stay up."""
-    return want_model(config_path, node, model, False)
-
-
-def want_model(config_path: str | None, node: str | None, model: str, wanted: bool) -> int:
-    """Pass the operator's word on to this box's node, which passes it round."""
-    config = load_config(config_path)
-    reply = ask_node(config, node_name(config, node), "POST", "/want", {"model": model, "wanted": wanted})
-    print(f"{reply['model']}: {'starting' if wanted else 'stopping'}; `shardbox status` shows how far it is")
-    return 0
-
-
-def cmd_check(config_path: str | None, node: str | None, as_json: bool) -> int:
-    """Preflight: this box, and every pair of boxes in both directions."""
-    config = load_config(config_path)
-    return run_check(config, node_name(config, node), as_json)
-
-
-def cmd_demo(once: bool, count: int) -> int:
-    """A whole cluster on this machine with the rehearsal engine: no model needed."""
-    return run_demo(once=once or not sys.stdin.isatty(), count=count)
 
 
 def cmd_secret() -> int:
@@ -7472,90 +7366,36 @@ def cmd_version() -> int:
     return 0
 
 
-def build_cli() -> Any:
-    """The click group, from a table: command -> (what runs, its settings, an example)."""
-    import click
-
-    common = (CONFIG, NODE)
-    table: dict[str, tuple[Callable[..., int], tuple[Setting, ...], str]] = {
-        "up": (cmd_up, (*common, option("--detach", is_flag=True, help="Go on in the background, with a log file.")),
-               "up --config /etc/shardbox/shardbox.toml"),
-        "down": (cmd_down, (*common, option("--all", "everywhere", is_flag=True, help="On every box of the cluster.")),
-                 "down --all"),
-        "status": (run_status, (*common, JSON,
-                   option("--timeout", "timeout_s", default=10.0, metavar="SECONDS", type=click.FloatRange(0.1, 3600),
-                          help="Then give up and say CRITICAL (default 10)."),
-                   option("--brief", is_flag=True, help="Only the first line.")), "status --brief"),
-        "plan": (cmd_plan, (*common, JSON, option("--facts", "facts_file", metavar="FILE",
-                 help="Plan from this file instead of the live cluster.")), "plan --facts facts.json"),
-        "nodes": (cmd_nodes, (*common, JSON), "nodes --json > facts.json"),
-        "logs": (cmd_logs, (*common, option("target", required=False, default="", metavar="[NODE]"),
-                 option("--model", default="", metavar="NAME", help="Only this model's engines."),
-                 option("-n", "--lines", default=100, type=click.IntRange(1, 10000),
-                        help="Last lines of each log (default 100).")), "logs beta --model qwq-32b -n 50"),
-        "start": (cmd_start, (*common, MODEL), "start qwq-32b"),
-        "stop": (cmd_stop, (*common, MODEL), "stop qwq-32b"),
-        "check": (cmd_check, (*common, JSON), "check"),
-        "demo": (cmd_demo, (option("--once", is_flag=True, help="End after one answer (also without a terminal)."),
-                 option("--nodes", "count", default=3, type=click.IntRange(1, 8), help="How many nodes (default 3).")),
-                 "demo --once"),
-        "secret": (cmd_secret, (), "secret > cluster.secret"),
-        "version": (cmd_version, (), "version"),
-    }  # fmt: skip
-    summary = "Run a language model that is too big for any one of your machines, on all of them together."
-    group = click.Group("shardbox", help=summary, context_settings={"help_option_names": ["-h", "--help"]})
-    for name, (run, settings, example) in table.items():
-        params: list[click.Parameter] = [
-            (click.Option if setting.names[0].startswith("-") else click.Argument)(list(setting.names), **setting.more)
-            for setting in settings
-        ]
-        epilog = f"Example: shardbox {example}"
-        group.add_command(click.Command(name, params=params, callback=run, help=run.__doc__, epilog=epilog))
-    return group
-
-
-def detach_up(config: Config, name: str) -> int:
-    """Start `up` in the background and wait until it answers. Raises ShardboxError with its last words."""
-    read_secret(config)
-    folder = state_folder(config.cluster.name, name)
-    os.makedirs(folder, mode=0o700, exist_ok=True)
-    path = os.path.join(folder, "node.log")
-    with open(path, "ab") as output:
-        child = subprocess.Popen(
-            [*self_command(), "up", "--config", config.file, "--node", name],
-            stdin=subprocess.DEVNULL,
-            stdout=output,
-            stderr=output,
-            start_new_session=True,
-        )
-    for _ in range(300):
-        if child.poll() is not None:
-            with open(path, encoding="utf-8", errors="replace") as file:
-                last = file.read()[-2000:].strip().splitlines()[-3:]
-            raise ShardboxError("; ".join(last) or f"it ended with {child.returncode}", where=path)
-        with contextlib.suppress(ShardboxError):
-            read_status(config, name, 1.0)
-            print(f"node {name} runs in the background (pid {child.pid}), its log is {path}")
-            return 0
-        time.sleep(0.1)
-    raise ShardboxError("it runs, but does not answer after 30 s", where=path)
-
-
 # --- demo ------------------------------------------------------------------------------------------------
 
 DEMO_TIMEOUT_S = 60
 DEMO_NAMES = ("alpha", "beta", "gamma", "delta", "epsilon", "zeta", "eta", "theta")
+DEMO_TOML = """
+cluster = {{name = "demo-{pid}", secret = "{secret}", discovery = "{discovery}", interfaces = ["{loopback}"]}}
+engine = {{kind = "rehearsal"}}
+[[models]]
+name = "demo-32b"
+path = "demo-32b.gguf"
+context = 2048
+rehearse = {{layers = 64, width = 5120, bytes = "20GiB"}}
+"""
+DEMO_NODE_TOML = """
+[[nodes]]
+name = "{name}"
+memory = "9GiB"
+address = "{address}"
+ports = {{mesh = {ports[0]}, api = {ports[1]}, data = {ports[2]}, signal = {ports[3]}}}
+"""
 
 
 def multicast_works() -> bool:
     """Whether a multicast datagram on loopback comes back, as mDNS between nodes of one box needs."""
     group, address = "224.0.0.251", "127.0.0.1"
+    member = socket.inet_aton(group) + socket.inet_aton(address)
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:
         try:
             sock.bind(("", 0))
-            sock.setsockopt(
-                socket.IPPROTO_IP, socket.IP_ADD_MEMBERSHIP, socket.inet_aton(group) + socket.inet_aton(address)
-            )
+            sock.setsockopt(socket.IPPROTO_IP, socket.IP_ADD_MEMBERSHIP, member)
             sock.setsockopt(socket.IPPROTO_IP, socket.IP_MULTICAST_IF, socket.inet_aton(address))
             sock.settimeout(0.5)
             sock.sendto(b"shardbox", (group, sock.getsockname()[1]))
@@ -7566,88 +7406,43 @@ def multicast_works() -> bool:
 
 def demo_config(count: int, mdns: bool, ports: Sequence[int], secret: str) -> str:
     """The TOML of the demo: `count` nodes of 9 GiB, and a model of 20 GiB that none of them could hold."""
-    lines = [
-        "[cluster]",
-        f'name = "demo-{os.getpid()}"',
-        f'secret = "{secret}"',
-        f'discovery = "{"mdns" if mdns else "static"}"',
-        'interfaces = ["lo"]' if sys.platform == "linux" else 'interfaces = ["lo0"]',
-        "[engine]",
-        'kind = "rehearsal"',
-        "",
-    ]
-    for n, name in enumerate(DEMO_NAMES[:count]):
-        mesh, api, data, signal_base = ports[4 * n : 4 * n + 4]
-        lines += ["[[nodes]]", f'name = "{name}"', 'memory = "9GiB"']
-        lines += [] if mdns else ['address = "127.0.0.1"']
-        lines += ["[nodes.ports]", f"mesh = {mesh}", f"api = {api}", f"data = {data}", f"signal = {signal_base}", ""]
-    lines += [
-        "[[models]]",
-        'name = "demo-32b"',
-        'path = "demo-32b.gguf"',
-        "context = 2048",
-        'rehearse = {layers = 64, width = 5120, bytes = "20GiB"}',
-        "",
-    ]
-    return "\n".join(lines)
+    discovery, address = ("mdns", "") if mdns else ("static", "127.0.0.1")
+    loopback = "lo" if sys.platform == "linux" else "lo0"
+    head = DEMO_TOML.format(pid=os.getpid(), secret=secret, discovery=discovery, loopback=loopback)
+    return head + "".join(
+        DEMO_NODE_TOML.format(name=name, address=address, ports=ports[4 * n : 4 * n + 4])
+        for n, name in enumerate(DEMO_NAMES[:count])
+    )
 
 
 def free_port_blocks(count: int) -> list[int]:
     """Four free ports or bases for each node: mesh, api, data and signal blocks of PORT_BLOCK."""
     result: list[int] = []
-    base = 20000 + (os.getpid() * 37) % 20000
-    while len(result) < 4 * count:
-        wanted = range(base, base + 2 + 2 * PORT_BLOCK)
-        if all(_port_is_free(port) for port in wanted):
+    size = 2 + 2 * PORT_BLOCK
+    for base in range(20000 + (os.getpid() * 37) % 20000, 60000, size):
+        if not any(port_problem("0.0.0.0", port) for port in range(base, base + size)):
             result += [base, base + 1, base + 2, base + 2 + PORT_BLOCK]
-        base += len(wanted)
-        if base > 60000:
-            raise ShardboxError(
-                "no block of free ports on this machine", hint="end what listens between 20000 and 60000"
-            )
-    return result
+        if len(result) == 4 * count:
+            return result
+    raise ShardboxError("no block of free ports on this machine", hint="end what listens between 20000 and 60000")
 
 
-def _port_is_free(port: int) -> bool:
-    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as sock:
-        try:
-            sock.bind(("0.0.0.0", port))
-            return True
-        except OSError:
-            return False
-
-
-def run_demo(*, once: bool, count: int) -> int:
-    """Three nodes here: discovery, plan, ring, one streamed answer, the status table."""
-    mdns = multicast_works()
+def cmd_demo(once: bool, count: int) -> int:
+    """A whole cluster on this machine with the rehearsal engine: no model needed."""
+    mdns, names = multicast_works(), DEMO_NAMES[:count]
+    children: list[subprocess.Popen[bytes]] = []
     with tempfile.TemporaryDirectory(prefix="shardbox-demo-") as folder:
         path = os.path.join(folder, CONFIG_NAME)
         with open(os.open(path, os.O_WRONLY | os.O_CREAT, 0o600), "w") as file:
             file.write(demo_config(count, mdns, free_port_blocks(count), secrets.token_urlsafe(32)))
         config = load_config(path)
-        env = {**os.environ, "SHARDBOX_STATE": os.path.join(folder, "state"), "SHARDBOX_DEMO": "1"}
-        os.environ["SHARDBOX_STATE"] = env["SHARDBOX_STATE"]
-        print(
-            f"{count} nodes on this machine, found by {'mDNS' if mdns else 'static addresses (no multicast here)'}, "
-            "rehearsal engines (no model is loaded)",
-            flush=True,
-        )
-        children = []
+        os.environ.update(SHARDBOX_STATE=os.path.join(folder, "state"), SHARDBOX_DEMO="1")
+        way = "mDNS" if mdns else "static addresses (no multicast here)"
+        print(f"{count} nodes on this machine, found by {way}, rehearsal engines (no model is loaded)", flush=True)
         try:
-            for node in config.nodes:
-                log_file = open(os.path.join(folder, f"{node.name}.log"), "wb")  # noqa: SIM115 - the child keeps it
-                children.append(
-                    subprocess.Popen(
-                        [*self_command(), "up", "--config", path, "--node", node.name],
-                        env=env,
-                        stdin=subprocess.DEVNULL,
-                        stdout=log_file,
-                        stderr=subprocess.STDOUT,
-                        start_new_session=True,
-                    )
-                )
-                log_file.close()
-            return _watch_demo(config, folder, children, once)
+            children += (start_node(config, name, os.path.join(folder, f"{name}.log")) for name in names)
+            watch_demo(config, folder, children)
+            return show_demo(config, once or not sys.stdin.isatty())
         except KeyboardInterrupt:
             return 0
         finally:
@@ -7660,67 +7455,107 @@ def run_demo(*, once: bool, count: int) -> int:
                     child.kill()
 
 
-def _watch_demo(config: Config, folder: str, children: Sequence[subprocess.Popen[bytes]], once: bool) -> int:
-    """Show progress until the model answers, then one answer and the status."""
-    names, started, said = [node.name for node in config.nodes], time.monotonic(), ""
-    snapshot = None
-    while True:
+def watch_demo(config: Config, folder: str, children: Sequence[subprocess.Popen[bytes]]) -> None:
+    """Show progress until the model answers. Raises ShardboxError where it does not."""
+    names, started, said, judged = [node.name for node in config.nodes], time.monotonic(), "", ""
+    while time.monotonic() - started <= DEMO_TIMEOUT_S:
         for name, child in zip(names, children, strict=True):
             if child.poll() is not None:
-                with open(os.path.join(folder, f"{name}.log"), encoding="utf-8", errors="replace") as file:
-                    raise ShardboxError(f"{name} ended: {file.read()[-1500:].strip()}")
+                raise ShardboxError(f"{name} ended: {last_words(os.path.join(folder, f'{name}.log'), 1500)}")
         with contextlib.suppress(NodeDown):
             snapshot = read_status(config, names[0], 2.0)
+            code, judged = status_line(snapshot)
             found = [peer.name for peer in snapshot.peers if peer.state in ("self", "live")]
             view = snapshot.models[0]
-            text = f"found {', '.join(found)}; {view.model} is {view.phase}" + (
-                f" ({view.reason})" if view.reason else ""
-            )
-            text = re.sub(r" \(\d+ s more\)", "", text)
+            reason = re.sub(r" \(\d+ s more\)", "", f" ({view.reason})" if view.reason else "")
+            text = f"found {', '.join(found)}; {view.model} is {view.phase}{reason}"
             if text != said:
                 print(f"{time.monotonic() - started:5.1f} s  {text}", flush=True)
                 said = text
-            if status_line(snapshot)[0] == OK and len(found) == len(names):
-                break
-        if time.monotonic() - started > DEMO_TIMEOUT_S:
-            raise ShardboxError(
-                f"the demo's ring did not form within {DEMO_TIMEOUT_S} s",
-                hint=status_line(snapshot)[1] if snapshot else said,
-            )
+            if code == OK and len(found) == len(names):
+                return
         time.sleep(0.1)
-    return _show_demo(config, names, once)
+    raise ShardboxError(f"the demo's ring did not form within {DEMO_TIMEOUT_S} s", hint=judged)
 
 
-def _show_demo(config: Config, names: Sequence[str], once: bool) -> int:
-    port = config.node(names[-1]).ports.api
-    print(f"\nasking {names[-1]}, which leads nothing: POST http://127.0.0.1:{port}/v1/chat/completions\n", flush=True)
-    body = {
-        "model": "demo-32b",
-        "stream": True,
-        "max_tokens": 48,
-        "messages": [{"role": "user", "content": "What is this?"}],
-    }
-    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
-    connection.request("POST", "/v1/chat/completions", json.dumps(body), {"Content-Type": "application/json"})
-    reply = connection.getresponse()
-    if reply.status != 200:
-        raise ShardboxError(f"the endpoint answered {reply.status}: {reply.read()[:500].decode(errors='replace')}")
-    for line in reply:
-        if line.startswith(b"data: {"):
-            event = json.loads(line[6:])
+def show_demo(config: Config, once: bool) -> int:
+    """One streamed answer from the last node, which leads nothing, and the status; then wait for Ctrl-C."""
+    from http.client import HTTPConnection
+
+    last, path = config.nodes[-1], "/v1/chat/completions"
+    url = f"http://127.0.0.1:{last.ports.api}{path}"
+    print(f"\nasking {last.name}, which leads nothing: POST {url}\n", flush=True)
+    question = {"messages": [{"role": "user", "content": "What is this?"}], "max_tokens": 48}
+    body = json.dumps({"model": config.models[0].name, "stream": True, **question})
+    with contextlib.closing(HTTPConnection("127.0.0.1", last.ports.api, timeout=60)) as connection:
+        connection.request("POST", path, body, {"Content-Type": "application/json"})
+        reply = connection.getresponse()
+        if reply.status != 200:
+            said = reply.read()[:500].decode(errors="replace")
+            raise ShardboxError(f"the endpoint answered {reply.status}: {said}")
+        for line in reply:
+            event = json.loads(line[6:]) if line.startswith(b"data: {") else {"choices": []}
             if "error" in event:
                 raise ShardboxError(str(event["error"].get("message")))
             for choice in event["choices"]:
                 print(choice["delta"].get("content") or "", end="", flush=True)
-    connection.close()
     print("\n")
-    snapshot = read_status(config, names[0], 5.0)
+    snapshot = read_status(config, config.nodes[0].name, 5.0)
     print(status_text(snapshot), flush=True)
     if not once:
         print("\nCtrl-C ends the demo.")
-        while True:
-            time.sleep(3600)
+        signal.pause()
     return status_line(snapshot)[0]
+
+
+# --- the program -----------------------------------------------------------------------------------------
+
+
+def build_cli() -> Any:
+    """The click group. A command's first word in its example is its name, its function's docstring its help."""
+    import click
+
+    def option(*names: str, **more: Any) -> click.Option:
+        return click.Option(names, **more)
+
+    def add(run: Callable[..., int], example: str, *params: click.Parameter) -> None:
+        epilog, name = f"Example: shardbox {example}", example.partition(" ")[0]
+        group.add_command(click.Command(name, params=list(params), callback=run, help=run.__doc__, epilog=epilog))
+
+    common = (
+        option("--config", "config_path", metavar="FILE", help="The TOML (default: see the README)."),
+        option("--node", metavar="NAME", help="Which [[nodes]] entry this box is (default: its hostname)."),
+    )
+    readable = (*common, option("--json", "as_json", is_flag=True, help="Print JSON."))
+    detach = option("--detach", is_flag=True, help="Go on in the background, with a log file.")
+    everywhere = option("--all", "everywhere", is_flag=True, help="On every box of the cluster.")
+    help_timeout, seconds = "Then give up and say CRITICAL (default 10).", click.FloatRange(0.1, 3600)
+    timeout = option("--timeout", "timeout_s", default=10.0, metavar="SECONDS", type=seconds, help=help_timeout)
+    brief = option("--brief", is_flag=True, help="Only the first line.")
+    facts = option("--facts", "facts_file", metavar="FILE", help="Plan from this file instead of the live cluster.")
+    target = click.Argument(["target"], required=False, default="", metavar="[NODE]")
+    of_model = option("--model", default="", metavar="NAME", help="Only this model's engines.")
+    lines_help, many = "Last lines of each log (default 100).", click.IntRange(1, 10000)
+    lines = option("-n", "--lines", default=100, type=many, help=lines_help)
+    model = click.Argument(["model"], metavar="MODEL")
+    once = option("--once", is_flag=True, help="End after one answer (also without a terminal).")
+    count = option("--nodes", "count", default=3, type=click.IntRange(1, 8), help="How many nodes (default 3).")
+
+    summary = "Run a language model that is too big for any one of your machines, on all of them together."
+    group = click.Group("shardbox", help=summary, context_settings={"help_option_names": ["-h", "--help"]})
+    add(cmd_up, "up --config /etc/shardbox/shardbox.toml", *common, detach)
+    add(cmd_down, "down --all", *common, everywhere)
+    add(cmd_status, "status --brief", *readable, timeout, brief)
+    add(cmd_plan, "plan --facts facts.json", *readable, facts)
+    add(cmd_nodes, "nodes --json > facts.json", *readable)
+    add(cmd_logs, "logs beta --model qwq-32b -n 50", *common, target, of_model, lines)
+    add(cmd_start, "start qwq-32b", *common, model)
+    add(cmd_stop, "stop qwq-32b", *common, model)
+    add(cmd_check, "check", *readable)
+    add(cmd_demo, "demo --once", once, count)
+    add(cmd_secret, "secret > cluster.secret")
+    add(cmd_version, "version")
+    return group
 
 
 def restore_environment() -> None:
