@@ -1406,18 +1406,15 @@ def node_room(config: Config, facts: NodeFacts, taken: int, sharers: int) -> Roo
 
 
 def _binary_problem(facts: NodeFacts, role: str) -> str:
-    if facts.engine_kind == "rehearsal":
-        return ""
-    binary = facts.binary(role)
-    return f"cannot {'lead' if role == 'leader' else 'work'}: {binary.problem}" if binary.problem else ""
+    problem = "" if facts.engine_kind == "rehearsal" else facts.binary(role).problem
+    return f"cannot {'lead' if role == 'leader' else 'work'}: {problem}" if problem else ""
 
 
 def node_problem(config: Config, model: ModelConfig, facts: NodeFacts, root: str) -> str:
     """Why this node cannot hold any part of the model, "" when it can. `root`: the content that counts."""
-    if model.nodes and facts.name not in model.nodes:
-        return "not in the model's `nodes`"
-    if model.layers and facts.name not in model.layers:
-        return "not in the model's `layers`"
+    for key, allowed in (("nodes", model.nodes), ("layers", model.layers)):
+        if allowed and facts.name not in allowed:
+            return f"not in the model's `{key}`"
     if facts.engine_kind != config.engine.kind:
         return f"runs engine kind {facts.engine_kind!r}, this box wants {config.engine.kind!r}"
     worker, leader = _binary_problem(facts, "worker"), _binary_problem(facts, "leader")
@@ -1434,22 +1431,27 @@ def node_problem(config: Config, model: ModelConfig, facts: NodeFacts, root: str
 def model_shape_of(config: Config, model: ModelConfig, facts: Sequence[NodeFacts]) -> tuple[ModelShape, str]:
     """The model's shape and content hash, as most nodes that hold it have it (ties: lowest hash).
     Raises PlanError where no node has it."""
-    copies = [(node.name, node.model(model.name)) for node in facts]
-    whole = [copy for _, copy in copies if copy.shape is not None and not copy.problem]
+    copies = {node.name: node.model(model.name) for node in facts}
+    whole = [(copy.root, copy.shape) for copy in copies.values() if copy.shape is not None and not copy.problem]
     if not whole:
         if config.engine.kind == "rehearsal" and model.rehearse:
             return rehearsed_shape(model.rehearse, model.name), ""
-        found = "; ".join(f"{name}: {copy.problem or 'not there'}" for name, copy in copies)
-        raise PlanError(
-            f"no node has a whole copy of {model.path} ({found})",
-            where=f"model {model.name}",
-            hint="copy the file to every box, under the TOML's folder or one of model_dirs",
-        )
-    roots = sorted(copy.root for copy in whole if copy.root)
-    root = max(roots, key=lambda value: (roots.count(value), [-ord(c) for c in value[:8]])) if roots else ""
-    chosen = next((copy for copy in whole if copy.root == root), whole[0])
-    assert chosen.shape is not None
-    return chosen.shape, root
+        found = "; ".join(f"{name}: {copy.problem or 'not there'}" for name, copy in copies.items())
+        hint = "copy the file to every box, under the TOML's folder or one of model_dirs"
+        raise _plan_error(model, f"no node has a whole copy of {model.path} ({found})", hint)
+    votes = Counter(root for root, _ in whole if root)
+    root = min(votes, key=lambda value: (-votes[value], value), default="")
+    return next((shape for its, shape in whole if its == root), whole[0][1]), root
+
+
+def _plan_error(model: ModelConfig, what: str, hint: str) -> PlanError:
+    return PlanError(what, where=f"model {model.name}", hint=hint)
+
+
+def coarse(count: int) -> int:
+    """The number to four binary digits: two views of a node's memory that differ by a little order it alike."""
+    shift = max(0, count.bit_length() - 4)
+    return count >> shift << shift
 
 
 def plan_model(
@@ -1460,38 +1462,30 @@ def plan_model(
     facts = sorted(facts, key=lambda node: node.name)
     shape, root = model_shape_of(config, model, facts)
     context = model.slots * (-(-model.context // CONTEXT_STEP) * CONTEXT_STEP)
-    costs = model_costs(shape, context)
-    wanted = max(1, sum(1 for other in config.models if other.autostart))
-    left_out: dict[str, str] = {}
-    rooms: list[Room] = []
-    for node in facts:
-        problem = node_problem(config, model, node, root)
-        if problem:
-            left_out[node.name] = problem
-        else:
-            sharers = wanted * sum(other.machine == node.machine for other in facts)
-            rooms.append(node_room(config, node, (taken or {}).get(node.name, 0), sharers))
+    wanted = max(1, sum(other.autostart for other in config.models))
+    machines = Counter(node.machine for node in facts)
+    problems = {node.name: node_problem(config, model, node, root) for node in facts}
+    left_out = {name: problem for name, problem in problems.items() if problem}
+    rooms = [
+        node_room(config, node, (taken or {}).get(node.name, 0), wanted * machines[node.machine])
+        for node in facts
+        if not problems[node.name]
+    ]
     rooms.sort(key=lambda room: (-coarse(room.total_bytes), room.node))
-    leaders = [room for room in rooms if not _binary_problem(_facts_of(facts, room.node), "leader")]
-    if model.leader:
-        leaders = [room for room in leaders if room.node == model.leader]
-        if not leaders:
-            raise PlanError(
-                f"its leader {model.leader} is {left_out.get(model.leader, 'not reachable')}",
-                where=f"model {model.name}",
-                hint="start that box, or leave out `leader`",
-            )
+    workers = {node.name: problem for node in facts if (problem := _binary_problem(node, "leader"))}
+    leaders = [room for room in rooms if room.node not in workers and model.leader in ("", room.node)]
+    if not leaders and model.leader:
+        what = f"its leader {model.leader} is {left_out.get(model.leader, 'not reachable')}"
+        raise _plan_error(model, what, "start that box, or leave out `leader`")
     if not leaders:
-        raise PlanError(
-            "no node can lead: " + "; ".join(f"{k}: {v}" for k, v in left_out.items()),
-            where=f"model {model.name}",
-            hint="one box needs llama-server in [engine] path",
-        )
-    draft = _Draft(model=model, shape=shape, costs=costs, rooms=rooms, leaders=leaders, left_out=left_out)
+        what = "no node can lead: " + "; ".join(f"{k}: {v}" for k, v in left_out.items())
+        raise _plan_error(model, what, "one box needs llama-server in [engine] path")
+    draft = _Draft(
+        model=model, costs=model_costs(shape, context), rooms=rooms, leaders=leaders, left_out=left_out, workers=workers
+    )
     ring, reason = draft.by_hand() if model.layers else draft.single() or draft.ring()
-    for room in rooms:
-        if all(room.node != taken_room.node for taken_room, _ in ring):
-            left_out[room.node] = "not needed: fewer ranks are faster"
+    taking_part = {room.node for room, _ in ring}
+    spare = {room.node: "not needed: fewer ranks are faster" for room in rooms if room.node not in taking_part}
     return ModelPlan(
         model=model.name,
         block=config.models.index(model),
@@ -1499,25 +1493,12 @@ def plan_model(
         shape=shape,
         context=context,
         reason=reason,
-        left_out=left_out,
-        ranks=draft.ranks(ring, _workers_only(facts, ring)),
+        left_out=left_out | spare,
+        ranks=draft.ranks(ring),
     )
 
 
-def coarse(count: int) -> int:
-    """The number to four binary digits: two views of a node's memory that differ by a little order it alike."""
-    shift = max(0, count.bit_length() - 4)
-    return count >> shift << shift
-
-
-def _facts_of(facts: Sequence[NodeFacts], name: str) -> NodeFacts:
-    return next(node for node in facts if node.name == name)
-
-
-def _workers_only(facts: Sequence[NodeFacts], ring: Sequence[tuple[Room, int]]) -> dict[str, str]:
-    return {
-        room.node: problem for room, _ in ring if (problem := _binary_problem(_facts_of(facts, room.node), "leader"))
-    }
+_Ring = list[tuple[Room, int]]  # each rank's node and layer window, the leader first
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -1525,128 +1506,110 @@ class _Draft:
     """One model's way to a plan: rooms are sorted, the roomiest first."""
 
     model: ModelConfig
-    shape: ModelShape
     costs: Costs
     rooms: list[Room]
     leaders: list[Room]
     left_out: dict[str, str]
+    workers: dict[str, str]  # node -> why it cannot lead
 
-    def error(self, what: str, hint: str) -> PlanError:
-        return PlanError(what, where=f"model {self.model.name}", hint=hint)
-
-    def single(self) -> tuple[list[tuple[Room, int]], str] | None:
+    def single(self) -> tuple[_Ring, str] | None:
         """The roomiest leader alone, when it all fits there."""
         need, room = self.costs.total_bytes, self.leaders[0]
         if room.total_bytes < need:
             return None
-        return [(room, self.shape.layers)], (
-            f"fits on {room.node} alone ({format_size(need)} of {format_size(room.total_bytes)}): "
-            "not worth splitting, a ring would be slower"
-        )
+        fits = f"fits on {room.node} alone ({format_size(need)} of {format_size(room.total_bytes)})"
+        return [(room, len(self.costs.layer_bytes))], f"{fits}: not worth splitting, a ring would be slower"
 
-    def by_hand(self) -> tuple[list[tuple[Room, int]], str]:
+    def by_hand(self) -> tuple[_Ring, str]:
         """The windows that the TOML sets, checked."""
-        windows = self.model.layers
-        missing = [node for node in windows if all(room.node != node for room in self.rooms)]
+        windows, layers = self.model.layers, len(self.costs.layer_bytes)
+        rooms = [room for room in self.rooms if room.node in windows]
+        lead = next((room for room in self.leaders if room in rooms), None)
+        missing = [node for node in windows if node not in [room.node for room in rooms]]
         if missing:
             reasons = ", ".join(f"{node} ({self.left_out.get(node, 'not reachable')})" for node in missing)
-            raise self.error(
-                f"`layers` names nodes that cannot take part: {reasons}", "start them, or plan without `layers`"
-            )
-        if sum(windows.values()) != self.shape.layers:
-            raise self.error(
-                f"`layers` adds up to {sum(windows.values())}, the model has {self.shape.layers}",
-                "give every layer to one node",
-            )
-        lead = next((room for room in self.leaders if room.node in windows), None)
+            what = f"`layers` names nodes that cannot take part: {reasons}"
+            raise _plan_error(self.model, what, "start them, or plan without `layers`")
+        if sum(windows.values()) != layers:
+            what = f"`layers` adds up to {sum(windows.values())}, the model has {layers}"
+            raise _plan_error(self.model, what, "give every layer to one node")
         if lead is None:
-            raise self.error("no node in `layers` can lead", "one of them needs llama-server")
-        ring = [lead] + [room for room in self.rooms if room.node in windows and room is not lead]
-        pairs = [(room, windows[room.node]) for room in ring]
-        over = self.overrun(pairs)
-        if over:
-            raise self.error(f"`layers` by hand do not fit: {over}", "move layers to a node with room")
-        return pairs, "windows set by hand in `layers`"
+            raise _plan_error(self.model, "no node in `layers` can lead", "one of them needs llama-server")
+        rooms.sort(key=lambda room: room is not lead)
+        ring = [(room, windows[room.node]) for room in rooms]
+        free = dict(zip([room.node for room in rooms], self.free(ring), strict=True))
+        short = [f"{node} is short by {format_size(-left)}" for node, left in free.items() if left < 0]
+        if short:
+            what = f"`layers` by hand do not fit: {', '.join(short)}"
+            raise _plan_error(self.model, what, "move layers to a node with room")
+        return ring, "windows set by hand in `layers`"
 
-    def ring(self) -> tuple[list[tuple[Room, int]], str]:
+    def ring(self) -> tuple[_Ring, str]:
         """The fewest nodes that hold it, the roomiest leading; windows by usable memory."""
-        lead = self.leaders[0]
+        lead, need = self.leaders[0], self.costs.total_bytes
         others = [room for room in self.rooms if room is not lead]
-        for count in range(1, min(len(others), MAX_RANKS - 1) + 1):
-            windows = self.windows([lead, *others[:count]])
-            if windows:
-                pairs = list(zip([lead, *others[:count]], windows, strict=True))
-                return pairs, (
-                    f"{format_size(self.costs.total_bytes)} is too much for any one node "
-                    f"({lead.node} has {format_size(lead.total_bytes)}): {count + 1} nodes share it"
-                )
+        for count in range(2, min(1 + len(others), MAX_RANKS) + 1):
+            ring = self.shared([lead, *others[: count - 1]])
+            if ring:
+                alone = f"any one node ({lead.node} has {format_size(lead.total_bytes)})"
+                return ring, f"{format_size(need)} is too much for {alone}: {count} nodes share it"
         rooms = self.rooms[:MAX_RANKS]
-        need = self.costs.total_bytes + (len(rooms) - 1) * self.costs.worker_buffer_bytes
+        need += (len(rooms) - 1) * self.costs.worker_buffer_bytes
         have = sum(room.total_bytes for room in rooms)
         listing = ", ".join(f"{room.node} {format_size(room.total_bytes)}" for room in rooms)
         short = f"short by {format_size(need - have)}"
         if need <= have:
             short = f"but not in pieces that hold whole layers of {format_size(max(self.costs.layer_bytes))}"
-        raise self.error(
-            f"too big for the nodes there are: needs {format_size(need)}, they have {format_size(have)} "
-            f"({listing}); {short}",
-            "add a box, a smaller quantisation or a shorter context",
-        )
+        what = f"too big for the nodes there are: needs {format_size(need)}, they have {format_size(have)}"
+        hint = "add a box, a smaller quantisation or a shorter context"
+        raise _plan_error(self.model, f"{what} ({listing}); {short}", hint)
 
-    def windows(self, ring: Sequence[Room]) -> list[int] | None:
-        """Layers for each node in proportion to its room, at least one each; None when it cannot hold them."""
-        spare = [room.total_bytes - self.costs.fixed_bytes(leader=n == 0) for n, room in enumerate(ring)]
-        if min(spare) <= 0 or len(ring) > self.shape.layers:
+    def shared(self, rooms: list[Room]) -> _Ring | None:
+        """Layers for each node in proportion to its room, at least one each; None when they cannot hold them."""
+        layers = len(self.costs.layer_bytes)
+        spare = [room.total_bytes - self.costs.fixed_bytes(leader=n == 0) for n, room in enumerate(rooms)]
+        if min(spare) <= 0 or len(rooms) > layers:
             return None
-        windows = largest_remainder(self.shape.layers, spare)
-        for _ in range(self.shape.layers):  # layers differ in size: move one at a time from over to under
-            free = self.free(list(zip(ring, windows, strict=True)))
-            worst = min(range(len(ring)), key=lambda n: (free[n], n))
+        windows = largest_remainder(layers, spare)
+        for _ in range(layers):  # layers differ in size: move one at a time from over to under
+            ring = list(zip(rooms, windows, strict=True))
+            free = self.free(ring)
+            worst, best = free.index(min(free)), free.index(max(free))
             if free[worst] >= 0:
-                return windows
-            best = max(range(len(ring)), key=lambda n: (free[n], -n))
+                return ring
             if windows[worst] == 1 or free[best] <= 0:
                 return None
             windows[worst] -= 1
             windows[best] += 1
         return None
 
-    def free(self, ring: Sequence[tuple[Room, int]]) -> list[int]:
+    def free(self, ring: _Ring) -> list[int]:
         """What each node has left, in bytes; negative: too much."""
+        costs, starts = self.costs, first_layers([window for _, window in ring])
         return [
-            room.total_bytes - self.costs.fixed_bytes(leader=rank == 0) - self.costs.range_bytes(first, window)
-            for rank, ((room, window), first) in enumerate(zip(ring, first_layers([w for _, w in ring]), strict=True))
+            room.total_bytes - costs.fixed_bytes(leader=rank == 0) - costs.range_bytes(first, window)
+            for rank, ((room, window), first) in enumerate(zip(ring, starts, strict=True))
         ]
 
-    def overrun(self, ring: Sequence[tuple[Room, int]]) -> str:
-        return ", ".join(
-            f"{room.node} is short by {format_size(-free)}"
-            for (room, _), free in zip(ring, self.free(ring), strict=True)
-            if free < 0
-        )
-
-    def ranks(self, ring: Sequence[tuple[Room, int]], workers: Mapping[str, str]) -> tuple[RankPlan, ...]:
+    def ranks(self, ring: _Ring) -> tuple[RankPlan, ...]:
         """The finished ranks with GPU layers and reasons."""
-        result, free = [], self.free(ring)
-        for rank, ((room, window), first) in enumerate(zip(ring, first_layers([w for _, w in ring]), strict=True)):
-            layers = self.costs.layer_bytes[first : first + window]
-            gpu_layers, gpu_bytes = fit_gpu(layers, self.costs.layer_kv_bytes, room.gpu_bytes)
-            if rank == 0:
-                why = "leads: set in the TOML" if self.model.leader else "leads: most room"
-            else:
-                why = workers.get(room.node, "window by usable memory")
-            ends = self.costs.ends_bytes if rank == 0 else 0
-            buffers = self.costs.leader_buffer_bytes if rank == 0 else self.costs.worker_buffer_bytes
+        starts, free = first_layers([window for _, window in ring]), self.free(ring)
+        lead = "leads: set in the TOML" if self.model.leader else "leads: most room"
+        result, costs = [], self.costs
+        for rank, (room, window) in enumerate(ring):
+            layers = costs.layer_bytes[starts[rank] : starts[rank] + window]
+            gpu_layers, gpu_bytes = fit_gpu(layers, costs.layer_kv_bytes, room.gpu_bytes)
+            why = self.workers.get(room.node, "window by usable memory") if rank else lead
             result.append(
                 RankPlan(
                     rank=rank,
                     node=room.node,
                     window=window,
-                    first_layer=first,
+                    first_layer=starts[rank],
                     gpu_layers=gpu_layers,
-                    weights_bytes=sum(layers) + ends,
-                    kv_bytes=window * self.costs.layer_kv_bytes,
-                    buffer_bytes=buffers,
+                    weights_bytes=sum(layers) + (0 if rank else costs.ends_bytes),
+                    kv_bytes=window * costs.layer_kv_bytes,
+                    buffer_bytes=costs.worker_buffer_bytes if rank else costs.leader_buffer_bytes,
                     gpu_bytes=gpu_bytes,
                     free_bytes=free[rank],
                     threads=room.cores,
@@ -1686,11 +1649,15 @@ def plan_all(
 ) -> dict[str, ModelPlan | PlanError]:
     """A plan or the reason against it for each model, in the TOML's order; `placed` are rings that run
     already and keep what they have."""
-    taken: dict[str, int] = {}
+    placed, taken = placed or {}, Counter[str]()
     result: dict[str, ModelPlan | PlanError] = {}
-    placed = placed or {}
+
+    def take(plan: ModelPlan) -> None:
+        for rank in plan.ranks:
+            taken[rank.node] += rank.weights_bytes + rank.kv_bytes + rank.buffer_bytes - rank.gpu_bytes
+
     for plan in placed.values():
-        _take(taken, plan)
+        take(plan)
     for model in config.models:
         if model.name in placed:
             result[model.name] = placed[model.name]
@@ -1698,21 +1665,14 @@ def plan_all(
         try:
             plan = plan_model(config, model, facts, taken)
         except PlanError as error:
-            if taken:
-                holders = ", ".join(name for name, other in result.items() if isinstance(other, ModelPlan))
-                error.hint += f"; memory is already given to {holders}" if holders else ""
+            holders = ", ".join(name for name, other in result.items() if isinstance(other, ModelPlan))
+            error.hint += f"; memory is already given to {holders}" if taken and holders else ""
             result[model.name] = error
             continue
         result[model.name] = plan
         if model.autostart:
-            _take(taken, plan)
+            take(plan)
     return result
-
-
-def _take(taken: dict[str, int], plan: ModelPlan) -> None:
-    for rank in plan.ranks:
-        used = rank.weights_bytes + rank.kv_bytes + rank.buffer_bytes - rank.gpu_bytes
-        taken[rank.node] = taken.get(rank.node, 0) + used
 
 
 # ======================================================================================================
