@@ -192,11 +192,10 @@ def parse_size(text: str) -> int:
 def format_size(count: int) -> str:
     """A number of bytes in binary units, three digits: 98362432 -> "93.8 MiB"."""
     value, sign = float(abs(count)), "-" if count < 0 else ""
-    for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
-        if value < 1023.5 or unit == "TiB":
-            break
-        value /= 1024
-    return f"{sign}{value:.0f} {unit}" if value >= 1000 or unit == "B" else f"{sign}{value:.3g} {unit}"
+    unit, *larger = ("B", "KiB", "MiB", "GiB", "TiB")
+    while value >= 1024 and larger:
+        value, unit = value / 1024, larger.pop(0)
+    return f"{sign}{value:.0f} {unit}" if unit == "B" or value >= 999.5 else f"{sign}{value:.3g} {unit}"
 
 
 def format_duration(seconds: float) -> str:
@@ -231,11 +230,11 @@ def from_json(kind: type[T], data: Any, where: str = "message") -> T:
 
 def _decode(kind: Any, data: Any, where: str) -> Any:
     origin, args = typing.get_origin(kind), typing.get_args(kind)
-    if kind is Any:
+    optional = origin in (typing.Union, types.UnionType)
+    if kind is Any or (optional and data is None):
         return data
-    if origin in (typing.Union, types.UnionType):
-        inner = next(arg for arg in args if arg is not type(None))
-        return None if data is None else _decode(inner, data, where)
+    if optional:
+        return _decode(next(arg for arg in args if arg is not type(None)), data, where)
     if dataclasses.is_dataclass(kind):
         return _decode_dataclass(kind, data, where)
     if origin is tuple:
@@ -1368,7 +1367,7 @@ def rehearsed_shape(rehearse: RehearseConfig, name: str) -> ModelShape:
     )
 
 
-def node_room(config: Config, facts: NodeFacts, taken: int, sharers: int) -> Room:
+def node_room(config: Config, facts: NodeFacts, taken: int, sharers: int, gpu_taken: int = 0) -> Room:
     """What this node may spend. The rehearsal holds no weights, so there a cap counts as given.
 
     `sharers`: how many engines divide this box's cores; one that waits for its ring spins, so they must not overlap."""
@@ -1385,6 +1384,7 @@ def node_room(config: Config, facts: NodeFacts, taken: int, sharers: int) -> Roo
     gpu = sum(max(0, int(free * (1 - HEADROOM)) - GPU_BASE_BYTES) for free in cards)
     if node.gpu_memory_bytes is not None:
         gpu = min(gpu, node.gpu_memory_bytes)
+    gpu = max(0, gpu - gpu_taken)
     ram = max(0, int(ram * (1 - HEADROOM)) - taken)
     if taken:
         note += f", {format_size(taken)} of it for other models"
@@ -1421,7 +1421,8 @@ def node_problem(config: Config, model: ModelConfig, facts: NodeFacts, root: str
 def model_shape_of(config: Config, model: ModelConfig, facts: Sequence[NodeFacts]) -> tuple[ModelShape, str]:
     """The model's shape and content hash, as most nodes that hold it have it (ties: lowest hash).
     Raises PlanError where no node has it."""
-    copies = [(node.name, node.model(model.name)) for node in facts]
+    allowed = model.nodes or tuple(model.layers) or tuple(node.name for node in facts)
+    copies = [(node.name, node.model(model.name)) for node in facts if node.name in allowed]
     whole = [copy for _, copy in copies if copy.shape is not None and not copy.problem]
     if not whole:
         if config.engine.kind == "rehearsal" and model.rehearse:
@@ -1440,7 +1441,11 @@ def model_shape_of(config: Config, model: ModelConfig, facts: Sequence[NodeFacts
 
 
 def plan_model(
-    config: Config, model: ModelConfig, facts: Sequence[NodeFacts], taken: Mapping[str, int] | None = None
+    config: Config,
+    model: ModelConfig,
+    facts: Sequence[NodeFacts],
+    taken: Mapping[str, int] | None = None,
+    gpu_taken: Mapping[str, int] | None = None,
 ) -> ModelPlan:
     """The plan for one model on these nodes. `taken`: bytes that models placed before use, by node.
     Raises PlanError saying what is missing, and by how much."""
@@ -1457,20 +1462,24 @@ def plan_model(
             left_out[node.name] = problem
         else:
             sharers = wanted * sum(other.machine == node.machine for other in facts)
-            rooms.append(node_room(config, node, (taken or {}).get(node.name, 0), sharers))
+            rooms.append(
+                node_room(config, node, (taken or {}).get(node.name, 0), sharers, (gpu_taken or {}).get(node.name, 0))
+            )
     rooms.sort(key=lambda room: (-coarse(room.total_bytes), room.node))
-    leaders = [room for room in rooms if not _binary_problem(_facts_of(facts, room.node), "leader")]
+    why_not = {room.node: _binary_problem(_facts_of(facts, room.node), "leader") for room in rooms}
+    leaders = [room for room in rooms if not why_not[room.node]]
+    why_not |= left_out
     if model.leader:
         leaders = [room for room in leaders if room.node == model.leader]
         if not leaders:
             raise PlanError(
-                f"its leader {model.leader} is {left_out.get(model.leader, 'not reachable')}",
+                f"its leader {model.leader} is {why_not.get(model.leader, 'not reachable')}",
                 where=f"model {model.name}",
-                hint="start that box, or leave out `leader`",
+                hint="mend or start that box, or leave out `leader`",
             )
     if not leaders:
         raise PlanError(
-            "no node can lead: " + "; ".join(f"{k}: {v}" for k, v in left_out.items()),
+            "no node can lead: " + "; ".join(f"{k}: {v}" for k, v in why_not.items()),
             where=f"model {model.name}",
             hint="one box needs llama-server in [engine] path",
         )
@@ -1522,12 +1531,13 @@ class _Draft:
         return PlanError(what, where=f"model {self.model.name}", hint=hint)
 
     def single(self) -> tuple[list[tuple[Room, int]], str] | None:
-        """The roomiest leader alone, when it all fits there."""
-        need, room = self.costs.total_bytes, self.leaders[0]
-        if room.total_bytes < need:
+        """One node that can lead, when it all fits there."""
+        fitting = [room for room in self.leaders if self.free([(room, self.shape.layers)])[0] >= 0]
+        if not fitting:
             return None
+        room, need = fitting[0], format_size(self.costs.total_bytes)
         return [(room, self.shape.layers)], (
-            f"fits on {room.node} alone ({format_size(need)} of {format_size(room.total_bytes)}): "
+            f"fits on {room.node} alone ({need} of {format_size(room.total_bytes)}): "
             "not worth splitting, a ring would be slower"
         )
 
@@ -1558,13 +1568,13 @@ class _Draft:
     def ring(self) -> tuple[list[tuple[Room, int]], str]:
         """The fewest nodes that hold it, the roomiest leading; windows by usable memory."""
         lead = self.leaders[0]
-        others = [room for room in self.rooms if room is not lead]
+        others = sorted((room for room in self.rooms if room is not lead), key=lambda room: -room.total_bytes)
         for count in range(1, min(len(others), MAX_RANKS - 1) + 1):
             windows = self.windows([lead, *others[:count]])
             if windows:
                 pairs = list(zip([lead, *others[:count]], windows, strict=True))
                 return pairs, (
-                    f"{format_size(self.costs.total_bytes)} is too much for any one node "
+                    f"{format_size(self.costs.total_bytes)} is too much for any one node that can lead "
                     f"({lead.node} has {format_size(lead.total_bytes)}): {count + 1} nodes share it"
                 )
         rooms = self.rooms[:MAX_RANKS]
@@ -1600,10 +1610,13 @@ class _Draft:
 
     def free(self, ring: Sequence[tuple[Room, int]]) -> list[int]:
         """What each node has left, in bytes; negative: too much."""
-        return [
-            room.total_bytes - self.costs.fixed_bytes(leader=rank == 0) - self.costs.range_bytes(first, window)
-            for rank, ((room, window), first) in enumerate(zip(ring, first_layers([w for _, w in ring]), strict=True))
-        ]
+        free = []
+        for rank, ((room, window), first) in enumerate(zip(ring, first_layers([w for _, w in ring]), strict=True)):
+            layers = self.costs.layer_bytes[first : first + window]
+            _, on_card = fit_gpu(layers, self.costs.layer_kv_bytes, room.gpu_bytes)  # whole layers, and nothing else
+            needed = self.costs.fixed_bytes(leader=rank == 0) + self.costs.range_bytes(first, window)
+            free.append(room.ram_bytes + on_card - needed)
+        return free
 
     def overrun(self, ring: Sequence[tuple[Room, int]]) -> str:
         return ", ".join(
@@ -1619,7 +1632,7 @@ class _Draft:
             layers = self.costs.layer_bytes[first : first + window]
             gpu_layers, gpu_bytes = fit_gpu(layers, self.costs.layer_kv_bytes, room.gpu_bytes)
             if rank == 0:
-                why = "leads: set in the TOML" if self.model.leader else "leads: most room"
+                why = "leads: set in the TOML" if self.model.leader else "leads: most room of those that can"
             else:
                 why = workers.get(room.node, "window by usable memory")
             ends = self.costs.ends_bytes if rank == 0 else 0
@@ -1674,6 +1687,7 @@ def plan_all(
     """A plan or the reason against it for each model, in the TOML's order; `placed` are rings that run
     already and keep what they have."""
     taken: dict[str, int] = {}
+    gpu_taken: dict[str, int] = {}  # of `placed`, what NVML calls free is already without it
     result: dict[str, ModelPlan | PlanError] = {}
     placed = placed or {}
     for plan in placed.values():
@@ -1683,7 +1697,7 @@ def plan_all(
             result[model.name] = placed[model.name]
             continue
         try:
-            plan = plan_model(config, model, facts, taken)
+            plan = plan_model(config, model, facts, taken, gpu_taken)
         except PlanError as error:
             if taken:
                 holders = ", ".join(name for name, other in result.items() if isinstance(other, ModelPlan))
@@ -1693,6 +1707,8 @@ def plan_all(
         result[model.name] = plan
         if model.autostart:
             _take(taken, plan)
+            for rank in plan.ranks:
+                gpu_taken[rank.node] = gpu_taken.get(rank.node, 0) + rank.gpu_bytes
     return result
 
 
@@ -1984,6 +2000,8 @@ def _on_stopped(ring: Ring, event: Event, now: float) -> _Step:
 def _on_want(ring: Ring, event: Event, now: float) -> _Step:
     """The operator's start: from stopped or failed, everything is tried afresh."""
     ring = dataclasses.replace(ring, wanted=True)
+    if ring.phase == Phase.STOPPING:
+        ring = dataclasses.replace(ring, failures=0)
     if ring.phase in (Phase.STOPPED, Phase.FAILED, Phase.BACKOFF):
         ring = _move(ring, now, Phase.WAITING, failures=0, deadline=0.0, reason="starting")
     return ring, ()
@@ -2065,7 +2083,7 @@ LEASE_S = 10.0  # a rank that hears nothing from its proposer for so long stops 
 
 def grant(held: Lease | None, *, model: str, proposer: str, generation: str, now: float) -> Lease:
     """A new lease, or the renewed one. Raises PlanError naming the holder when somebody else has it."""
-    if held and held.expires > now and held.generation != generation:
+    if held and held.expires > now and (held.proposer, held.generation) != (proposer, generation):
         raise PlanError(f"its lease belongs to {held.proposer} (generation {held.generation})", where=f"model {model}")
     return Lease(model=model, proposer=proposer, generation=generation, expires=now + LEASE_S)
 
@@ -2643,13 +2661,13 @@ class Surveyor:
 
     RECHECK_S = 10.0  # between two looks at model files, binaries and network addresses
 
-    def __init__(self, config: Config, name: str, folder: str) -> None:
+    def __init__(self, config: Config, name: str, folder: str, isolation: str) -> None:
         self._config = config
         self._name = name
         self._cache = HashCache(folder)
         self._start = time.time_ns()
         self._machine = machine_identity()
-        self._isolation = isolation_problem()
+        self._isolation = isolation  # "" or why engines cannot be closed in
         self._checked = 0.0
         self._slow: dict[str, Any] = {}
         self._known: dict[str, tuple[Any, Any]] = {}  # probe -> what its files looked like, and what it said
@@ -4460,6 +4478,9 @@ def rehearse(argv: Sequence[str], environ: Mapping[str, str], *, hook: Rehearsal
     if "--version" in argv:
         print("version: rehearsal (shardbox)")
         return 0
+    if not argv:
+        print("rehearse: the first argument must be llama-server or llama-cli", file=sys.stderr)
+        return 2
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, signal.SIG_DFL)
     try:
@@ -5439,7 +5460,7 @@ class Node:
         self.pool = ThreadPoolExecutor(max_workers=64, thread_name_prefix="call")
         self.mesh = Mesh(keys=mesh_keys(secret, config.cluster.name, name), open_service=self._open_service)
         self.links = Links(self.mesh, self.pool)
-        self.surveyor = Surveyor(config, name, folder)
+        self.surveyor = Surveyor(config, name, folder, isolation_problem())
         self.facts = self.surveyor.survey(own_bytes=0)
         port = config.node(name).ports.mesh
         self.discovery = Discovery(config.cluster.name, name, self.facts.machine, port, self._on_hints)
@@ -5798,7 +5819,7 @@ class Node:
                         detail=f"speaks protocol {hint.protocol}, this box {PROTOCOL}",
                     )
                 )
-        named = {view.name for view in views}
+        named = {view.name for view in views if view.state not in ("foreign", "refused")}  # those are strangers
         views += [
             PeerView(name=node.name, declared=True, state="missing", detail="in [[nodes]], never seen")
             for node in self.config.nodes
@@ -5875,7 +5896,7 @@ class Node:
         """Where the mesh port listens: everywhere, or only on the interfaces that the TOML allows."""
         return [a.address for a in self.facts.addresses] if self.config.cluster.interfaces else ["0.0.0.0"]
 
-    async def run(self) -> None:
+    async def run(self, open_services: Callable[[Node], Awaitable[list[Callable[[], Awaitable[None]]]]]) -> None:
         """Serve until `stop` is set; raises ShardboxError when this node cannot start or go on."""
         self._loop = asyncio.get_running_loop()
         port = self.config.node(self.name).ports.mesh
@@ -5888,7 +5909,7 @@ class Node:
                     where="ports.mesh",
                     hint=port_owner_hint(port),
                 ) from None
-        services = await start_services(self)
+        services = await open_services(self)
         self.peers.refresh()
         background = [asyncio.create_task(loop()) for loop in (self._tick_loop, self._survey_loop, self._announce_loop)]
         for task in background:
@@ -6023,7 +6044,7 @@ async def message(request: web.Request, *fields: str) -> dict[str, Any]:
     """The JSON object of a request, with these string fields. Raises MessageError."""
     try:
         data = json.loads(await request.read() or b"{}")
-    except (ValueError, RecursionError):
+    except (ValueError, RecursionError, web.RequestPayloadError):
         raise MessageError("not JSON", where=request.path) from None
     if not isinstance(data, dict):
         raise MessageError("expected an object", where=request.path)
@@ -6248,6 +6269,8 @@ def find_configured(config: Config, name: str) -> ModelConfig:
 def status_address(cluster: str, node: str) -> str:
     """Where `status` asks: depends on cluster and node alone. Linux: an abstract socket, else a path."""
     name = f"shardbox/{cluster}/{node}"
+    if len(name) > 90:  # the kernel takes 107 bytes, macOS 103
+        name = f"shardbox/{digest([cluster, node])}"
     return f"\0{name}" if sys.platform == "linux" else f"/tmp/{name.replace('/', '-')}.status"
 
 
@@ -6402,7 +6425,7 @@ async def read_request(node: Node, request: web.Request) -> tuple[ModelConfig, d
     """The model and JSON object of a client's request, or the error for it."""
     try:
         body = json.loads(await request.read())
-    except (ValueError, RecursionError):
+    except (ValueError, RecursionError, web.RequestPayloadError):
         return api_error(400, "the request is not JSON")
     if not isinstance(body, dict):
         return api_error(400, "the request is not a JSON object")
@@ -6733,10 +6756,11 @@ def judge_model(view: ModelView) -> tuple[int, str]:
         )
     if view.phase == Phase.STOPPED:
         return OK, f"{view.model} {view.reason or 'stopped'}"
-    missing = f"only {view.alive} of {view.world} ranks live" if view.phase == Phase.SERVING else "no reason known"
-    reason = view.reason or view.last_trouble or missing
+    reason = view.reason or view.last_trouble or "no reason known"
     if view.phase == Phase.FAILED:
         return CRITICAL, f"{view.model} failed: {reason}"
+    if view.phase == Phase.SERVING:
+        reason = f"only {ranks}"
     words = f"{view.model} {view.phase} for {format_duration(view.seconds)}: {reason}"
     return (CRITICAL if view.overdue or view.phase == Phase.SERVING else WARNING), words
 
@@ -7079,7 +7103,7 @@ async def _run_node(config: Config, name: str, folder: str, secret: str, spawner
         log.warning("%s", node.warnings["keys"])
     if node.facts.isolation and config.node(name).engine.isolate == "auto" and sys.platform == "linux":
         log.warning("engines cannot be closed in, their ports are open: %s", node.facts.isolation)
-    await node.run()
+    await node.run(start_services)
 
 
 @contextlib.contextmanager
@@ -7180,7 +7204,7 @@ def survey_once(config: Config, name: str) -> NodeFacts:
             where=folder,
             hint="run as the user who runs `up`, or set SHARDBOX_STATE",
         ) from None
-    surveyor = Surveyor(config, name, folder)
+    surveyor = Surveyor(config, name, folder, isolation_problem())
     try:
         return surveyor.survey(own_bytes=0)
     finally:
@@ -7194,12 +7218,19 @@ def read_facts(path: str) -> list[NodeFacts]:
             data = json.load(file)
     except OSError as error:
         raise UsageError(f"cannot be read: {error.strerror}", where=path) from None
-    except ValueError:
+    except (ValueError, RecursionError):
         raise UsageError("is not JSON", where=path, hint="`shardbox nodes --json` writes one") from None
     items = data.get("facts") if isinstance(data, dict) else data
     if not isinstance(items, list):
         raise UsageError('has no list "facts"', where=path, hint="`shardbox nodes --json` writes one")
-    return [from_json(NodeFacts, item, f"{path}: facts[{n}]") for n, item in enumerate(items)]
+    try:
+        facts = [from_json(NodeFacts, item, f"{path}: facts[{n}]") for n, item in enumerate(items)]
+    except MessageError as error:
+        raise UsageError(error.what, where=error.where, hint="`shardbox nodes --json` writes one") from None
+    twice = [name for name, count in Counter(node.name for node in facts).items() if count > 1]
+    if twice:
+        raise UsageError(f"has node {twice[0]} twice", where=path)
+    return facts
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -7603,7 +7634,7 @@ def demo_config(count: int, mdns: bool, ports: Sequence[int], secret: str) -> st
     ]
     for n, name in enumerate(DEMO_NAMES[:count]):
         mesh, api, data, signal_base = ports[4 * n : 4 * n + 4]
-        lines += ["[[nodes]]", f'name = "{name}"', 'memory = "9GiB"']
+        lines += ["[[nodes]]", f'name = "{name}"', 'memory = "9GiB"', "gpu_memory = 0"]
         lines += [] if mdns else ['address = "127.0.0.1"']
         lines += ["[nodes.ports]", f"mesh = {mesh}", f"api = {api}", f"data = {data}", f"signal = {signal_base}", ""]
     lines += [
@@ -7768,12 +7799,23 @@ def main(argv: Sequence[str] | None = None) -> int:
         return rehearse(args[1:], os.environ)
     for name in ("aiohttp.server", "zeroconf"):  # a client's broken HTTP or a vanished address is no bug of ours
         logging.getLogger(name).setLevel(logging.CRITICAL)
+    level = os.environ.get("SHARDBOX_LOG", "INFO").upper()
     logging.basicConfig(
-        level=os.environ.get("SHARDBOX_LOG", "INFO").upper(),
+        level=level if level in logging.getLevelNamesMapping() else "INFO",
         stream=sys.stderr,
         format="%(asctime)s %(levelname)s %(message)s",
         datefmt="%H:%M:%S",
     )
+    code = run_command(args)
+    try:
+        print(end="", flush=True)
+    except BrokenPipeError:  # its reader has left: nobody to complain to, also not at exit
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return code
+
+
+def run_command(args: list[str]) -> int:
+    """The exit code of one command; an error is printed with its hint."""
     import click
 
     try:
@@ -7790,8 +7832,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     except ShardboxError as error:
         print(error, file=sys.stderr)
         return error.exit_code
-    except BrokenPipeError:
-        return 0
 
 
 if __name__ == "__main__":
