@@ -237,16 +237,13 @@ def _decode(kind: Any, data: Any, where: str) -> Any:
         return _decode(next(arg for arg in args if arg is not type(None)), data, where)
     if dataclasses.is_dataclass(kind):
         return _decode_dataclass(kind, data, where)
-    if origin is tuple:
-        if isinstance(data, list):
-            return tuple(_decode(args[0], item, f"{where}[{n}]") for n, item in enumerate(data))
-    elif origin in (dict, Mapping):
-        if isinstance(data, dict):
-            return {str(key): _decode(args[1], item, f"{where}.{key}") for key, item in data.items()}
-    elif kind is float and isinstance(data, (int, float)) and not isinstance(data, bool):
-        if abs(data) < 1e300:  # also not NaN, nor an integer too large for a float
-            return float(data)
-    elif isinstance(kind, type) and isinstance(data, kind) and (kind is bool) == isinstance(data, bool):
+    if origin is tuple and isinstance(data, list):
+        return tuple(_decode(args[0], item, f"{where}[{n}]") for n, item in enumerate(data))
+    if origin in (dict, Mapping) and isinstance(data, dict):
+        return {str(key): _decode(args[1], item, f"{where}.{key}") for key, item in data.items()}
+    if kind is float and type(data) in (int, float) and abs(data) < 1e300:  # no NaN, and nothing float() cannot hold
+        return float(data)
+    if kind in (str, int, bool) and type(data) is kind:
         return data
     raise MessageError(f"expected {getattr(kind, '__name__', kind)}, got {type(data).__name__}", where=where)
 
