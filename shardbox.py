@@ -205,11 +205,10 @@ def parse_size(text: str) -> int:
 def format_size(count: int) -> str:
     """A number of bytes in binary units, three digits: 98362432 -> "93.8 MiB"."""
     value, sign = float(abs(count)), "-" if count < 0 else ""
-    for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
-        if value < 1023.5 or unit == "TiB":
-            break
-        value /= 1024
-    return f"{sign}{value:.0f} {unit}" if value >= 1000 or unit == "B" else f"{sign}{value:.3g} {unit}"
+    unit, *larger = ("B", "KiB", "MiB", "GiB", "TiB")
+    while value >= 1024 and larger:
+        value, unit = value / 1024, larger.pop(0)
+    return f"{sign}{value:.0f} {unit}" if unit == "B" or value >= 999.5 else f"{sign}{value:.3g} {unit}"
 
 
 def format_duration(seconds: float) -> str:
@@ -244,23 +243,20 @@ def from_json(kind: type[T], data: Any, where: str = "message") -> T:
 
 def _decode(kind: Any, data: Any, where: str) -> Any:
     origin, args = typing.get_origin(kind), typing.get_args(kind)
-    if kind is Any:
+    optional = origin in (typing.Union, types.UnionType)
+    if kind is Any or (optional and data is None):
         return data
-    if origin in (typing.Union, types.UnionType):
-        inner = next(arg for arg in args if arg is not type(None))
-        return None if data is None else _decode(inner, data, where)
+    if optional:
+        return _decode(next(arg for arg in args if arg is not type(None)), data, where)
     if dataclasses.is_dataclass(kind):
         return _decode_dataclass(kind, data, where)
-    if origin is tuple:
-        if isinstance(data, list):
-            return tuple(_decode(args[0], item, f"{where}[{n}]") for n, item in enumerate(data))
-    elif origin in (dict, Mapping):
-        if isinstance(data, dict):
-            return {str(key): _decode(args[1], item, f"{where}.{key}") for key, item in data.items()}
-    elif kind is float and isinstance(data, (int, float)) and not isinstance(data, bool):
-        if abs(data) < 1e300:  # also not NaN, nor an integer too large for a float
-            return float(data)
-    elif isinstance(kind, type) and isinstance(data, kind) and (kind is bool) == isinstance(data, bool):
+    if origin is tuple and isinstance(data, list):
+        return tuple(_decode(args[0], item, f"{where}[{n}]") for n, item in enumerate(data))
+    if origin in (dict, Mapping) and isinstance(data, dict):
+        return {str(key): _decode(args[1], item, f"{where}.{key}") for key, item in data.items()}
+    if kind is float and type(data) in (int, float) and abs(data) < 1e300:  # no NaN, and nothing float() cannot hold
+        return float(data)
+    if kind in (str, int, bool) and type(data) is kind:
         return data
     raise MessageError(f"expected {getattr(kind, '__name__', kind)}, got {type(data).__name__}", where=where)
 
@@ -1381,7 +1377,7 @@ def rehearsed_shape(rehearse: RehearseConfig, name: str) -> ModelShape:
     )
 
 
-def node_room(config: Config, facts: NodeFacts, taken: int, sharers: int) -> Room:
+def node_room(config: Config, facts: NodeFacts, taken: int, sharers: int, gpu_taken: int = 0) -> Room:
     """What this node may spend. The rehearsal holds no weights, so there a cap counts as given.
 
     `sharers`: how many engines divide this box's cores; one that waits for its ring spins, so they must not overlap."""
@@ -1398,6 +1394,7 @@ def node_room(config: Config, facts: NodeFacts, taken: int, sharers: int) -> Roo
     gpu = sum(max(0, int(free * (1 - HEADROOM)) - GPU_BASE_BYTES) for free in cards)
     if node.gpu_memory_bytes is not None:
         gpu = min(gpu, node.gpu_memory_bytes)
+    gpu = max(0, gpu - gpu_taken)
     ram = max(0, int(ram * (1 - HEADROOM)) - taken)
     if taken:
         note += f", {format_size(taken)} of it for other models"
@@ -1455,7 +1452,11 @@ def coarse(count: int) -> int:
 
 
 def plan_model(
-    config: Config, model: ModelConfig, facts: Sequence[NodeFacts], taken: Mapping[str, int] | None = None
+    config: Config,
+    model: ModelConfig,
+    facts: Sequence[NodeFacts],
+    taken: Mapping[str, int] | None = None,
+    gpu_taken: Mapping[str, int] | None = None,
 ) -> ModelPlan:
     """The plan for one model on these nodes. `taken`: bytes that models placed before use, by node.
     Raises PlanError saying what is missing, and by how much."""
@@ -1663,7 +1664,7 @@ def plan_all(
             result[model.name] = placed[model.name]
             continue
         try:
-            plan = plan_model(config, model, facts, taken)
+            plan = plan_model(config, model, facts, taken, gpu_taken)
         except PlanError as error:
             holders = ", ".join(name for name, other in result.items() if isinstance(other, ModelPlan))
             error.hint += f"; memory is already given to {holders}" if taken and holders else ""
@@ -2002,7 +2003,7 @@ LEASE_S = 10.0  # a rank that hears nothing from its proposer for so long stops 
 
 def grant(held: Lease | None, *, model: str, proposer: str, generation: str, now: float) -> Lease:
     """A new lease, or the renewed one. Raises PlanError naming the holder when somebody else has it."""
-    if held and held.expires > now and held.generation != generation:
+    if held and held.expires > now and (held.proposer, held.generation) != (proposer, generation):
         raise PlanError(f"its lease belongs to {held.proposer} (generation {held.generation})", where=f"model {model}")
     return Lease(model=model, proposer=proposer, generation=generation, expires=now + LEASE_S)
 
@@ -2578,13 +2579,13 @@ class Surveyor:
 
     RECHECK_S = 10.0  # between two looks at model files, binaries and network addresses
 
-    def __init__(self, config: Config, name: str, folder: str) -> None:
+    def __init__(self, config: Config, name: str, folder: str, isolation: str) -> None:
         self._config = config
         self._name = name
         self._cache = HashCache(folder)
         self._start = time.time_ns()
         self._machine = machine_identity()
-        self._isolation = isolation_problem()
+        self._isolation = isolation  # "" or why engines cannot be closed in
         self._checked = 0.0
         self._slow: dict[str, Any] = {}
         self._known: dict[str, tuple[Any, Any]] = {}  # probe -> what its files looked like, and what it said
@@ -4395,6 +4396,9 @@ def rehearse(argv: Sequence[str], environ: Mapping[str, str], *, hook: Rehearsal
     if "--version" in argv:
         print("version: rehearsal (shardbox)")
         return 0
+    if not argv:
+        print("rehearse: the first argument must be llama-server or llama-cli", file=sys.stderr)
+        return 2
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, signal.SIG_DFL)
     try:
@@ -5374,7 +5378,7 @@ class Node:
         self.pool = ThreadPoolExecutor(max_workers=64, thread_name_prefix="call")
         self.mesh = Mesh(keys=mesh_keys(secret, config.cluster.name, name), open_service=self._open_service)
         self.links = Links(self.mesh, self.pool)
-        self.surveyor = Surveyor(config, name, folder)
+        self.surveyor = Surveyor(config, name, folder, isolation_problem())
         self.facts = self.surveyor.survey(own_bytes=0)
         port = config.node(name).ports.mesh
         self.discovery = Discovery(config.cluster.name, name, self.facts.machine, port, self._on_hints)
@@ -5733,7 +5737,7 @@ class Node:
                         detail=f"speaks protocol {hint.protocol}, this box {PROTOCOL}",
                     )
                 )
-        named = {view.name for view in views}
+        named = {view.name for view in views if view.state not in ("foreign", "refused")}  # those are strangers
         views += [
             PeerView(name=node.name, declared=True, state="missing", detail="in [[nodes]], never seen")
             for node in self.config.nodes
@@ -5810,7 +5814,7 @@ class Node:
         """Where the mesh port listens: everywhere, or only on the interfaces that the TOML allows."""
         return [a.address for a in self.facts.addresses] if self.config.cluster.interfaces else ["0.0.0.0"]
 
-    async def run(self) -> None:
+    async def run(self, open_services: Callable[[Node], Awaitable[list[Callable[[], Awaitable[None]]]]]) -> None:
         """Serve until `stop` is set; raises ShardboxError when this node cannot start or go on."""
         self._loop = asyncio.get_running_loop()
         port = self.config.node(self.name).ports.mesh
@@ -5823,7 +5827,7 @@ class Node:
                     where="ports.mesh",
                     hint=port_owner_hint(port),
                 ) from None
-        services = await start_services(self)
+        services = await open_services(self)
         self.peers.refresh()
         background = [asyncio.create_task(loop()) for loop in (self._tick_loop, self._survey_loop, self._announce_loop)]
         for task in background:
@@ -5957,7 +5961,7 @@ async def message(request: web.Request, *fields: str) -> dict[str, Any]:
     """The JSON object of a request, with these string fields. Raises MessageError."""
     try:
         data = json.loads(await request.read() or b"{}")
-    except (ValueError, RecursionError):
+    except (ValueError, RecursionError, web.RequestPayloadError):
         raise MessageError("not JSON", where=request.path) from None
     if not isinstance(data, dict):
         raise MessageError("expected an object", where=request.path)
@@ -6182,6 +6186,8 @@ def find_configured(config: Config, name: str) -> ModelConfig:
 def status_address(cluster: str, node: str) -> str:
     """Where `status` asks: depends on cluster and node alone. Linux: an abstract socket, else a path."""
     name = f"shardbox/{cluster}/{node}"
+    if len(name) > 90:  # the kernel takes 107 bytes, macOS 103
+        name = f"shardbox/{digest([cluster, node])}"
     return f"\0{name}" if sys.platform == "linux" else f"/tmp/{name.replace('/', '-')}.status"
 
 
@@ -6336,7 +6342,7 @@ async def read_request(node: Node, request: web.Request) -> tuple[ModelConfig, d
     """The model and JSON object of a client's request, or the error for it."""
     try:
         body = json.loads(await request.read())
-    except (ValueError, RecursionError):
+    except (ValueError, RecursionError, web.RequestPayloadError):
         return api_error(400, "the request is not JSON")
     if not isinstance(body, dict):
         return api_error(400, "the request is not a JSON object")
@@ -6667,10 +6673,11 @@ def judge_model(view: ModelView) -> tuple[int, str]:
         )
     if view.phase == Phase.STOPPED:
         return OK, f"{view.model} {view.reason or 'stopped'}"
-    missing = f"only {view.alive} of {view.world} ranks live" if view.phase == Phase.SERVING else "no reason known"
-    reason = view.reason or view.last_trouble or missing
+    reason = view.reason or view.last_trouble or "no reason known"
     if view.phase == Phase.FAILED:
         return CRITICAL, f"{view.model} failed: {reason}"
+    if view.phase == Phase.SERVING:
+        reason = f"only {ranks}"
     words = f"{view.model} {view.phase} for {format_duration(view.seconds)}: {reason}"
     return (CRITICAL if view.overdue or view.phase == Phase.SERVING else WARNING), words
 
@@ -6994,7 +7001,7 @@ async def _run_node(config: Config, name: str, folder: str, secret: str, spawner
         log.warning("%s", node.warnings["keys"])
     if node.facts.isolation and config.node(name).engine.isolate == "auto" and sys.platform == "linux":
         log.warning("engines cannot be closed in, their ports are open: %s", node.facts.isolation)
-    await node.run()
+    await node.run(start_services)
 
 
 @contextlib.contextmanager
@@ -7538,12 +7545,23 @@ def main(argv: Sequence[str] | None = None) -> int:
         return rehearse(args[1:], os.environ)
     for name in ("aiohttp.server", "zeroconf"):  # a client's broken HTTP or a vanished address is no bug of ours
         logging.getLogger(name).setLevel(logging.CRITICAL)
+    level = os.environ.get("SHARDBOX_LOG", "INFO").upper()
     logging.basicConfig(
-        level=os.environ.get("SHARDBOX_LOG", "INFO").upper(),
+        level=level if level in logging.getLevelNamesMapping() else "INFO",
         stream=sys.stderr,
         format="%(asctime)s %(levelname)s %(message)s",
         datefmt="%H:%M:%S",
     )
+    code = run_command(args)
+    try:
+        print(end="", flush=True)
+    except BrokenPipeError:  # its reader has left: nobody to complain to, also not at exit
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return code
+
+
+def run_command(args: list[str]) -> int:
+    """The exit code of one command; an error is printed with its hint."""
     import click
 
     try:
@@ -7560,8 +7578,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     except ShardboxError as error:
         print(error, file=sys.stderr)
         return error.exit_code
-    except BrokenPipeError:
-        return 0
 
 
 if __name__ == "__main__":

@@ -356,11 +356,6 @@ def test_control_socket_given_broken_http_refuses_or_hangs_up(node: Node, what: 
     assert answer == b"" or re.match(rb"HTTP/\d\.\d 4", answer), answer[:300]
 
 
-UNPACKED = pytest.mark.xfail(
-    strict=True, reason="a body that does not unpack raises RequestPayloadError: 500, traceback"
-)
-
-
 def bad_gzip(path: str) -> bytes:
     return (
         f"POST {path} HTTP/1.1\r\nHost: a\r\nAuthorization: Bearer {KEY}\r\nConnection: close\r\n"
@@ -368,14 +363,12 @@ def bad_gzip(path: str) -> bytes:
     ).encode()
 
 
-@UNPACKED
 def test_endpoint_given_a_body_that_does_not_unpack_refuses(node: Node) -> None:
     with no_traceback(node), node.dial(node.api) as sock:
         answer = raw(sock, bad_gzip("/v1/completions"), half_close=False)
     assert answer.startswith(b"HTTP/1.1 4"), answer[:300]
 
 
-@UNPACKED
 def test_control_socket_given_a_body_that_does_not_unpack_refuses(node: Node) -> None:
     with no_traceback(node), socket.socket(socket.AF_UNIX) as sock:
         sock.settimeout(PATIENCE_S)
