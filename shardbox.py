@@ -1428,7 +1428,8 @@ def node_problem(config: Config, model: ModelConfig, facts: NodeFacts, root: str
 def model_shape_of(config: Config, model: ModelConfig, facts: Sequence[NodeFacts]) -> tuple[ModelShape, str]:
     """The model's shape and content hash, as most nodes that hold it have it (ties: lowest hash).
     Raises PlanError where no node has it."""
-    copies = {node.name: node.model(model.name) for node in facts}
+    allowed = model.nodes or tuple(model.layers) or [node.name for node in facts]
+    copies = {node.name: node.model(model.name) for node in facts if node.name in allowed}
     whole = [(copy.root, copy.shape) for copy in copies.values() if copy.shape is not None and not copy.problem]
     if not whole:
         if config.engine.kind == "rehearsal" and model.rehearse:
@@ -1455,11 +1456,11 @@ def plan_model(
     config: Config,
     model: ModelConfig,
     facts: Sequence[NodeFacts],
-    taken: Mapping[str, int] | None = None,
-    gpu_taken: Mapping[str, int] | None = None,
+    taken: Mapping[str, int] = {},
+    gpu_taken: Mapping[str, int] = {},
 ) -> ModelPlan:
-    """The plan for one model on these nodes. `taken`: bytes that models placed before use, by node.
-    Raises PlanError saying what is missing, and by how much."""
+    """The plan for one model on these nodes. `taken`: bytes of memory, `gpu_taken`: of cards, that models placed before
+    use, by node. Raises PlanError saying what is missing, and by how much."""
     facts = sorted(facts, key=lambda node: node.name)
     shape, root = model_shape_of(config, model, facts)
     context = model.slots * (-(-model.context // CONTEXT_STEP) * CONTEXT_STEP)
@@ -1468,7 +1469,7 @@ def plan_model(
     problems = {node.name: node_problem(config, model, node, root) for node in facts}
     left_out = {name: problem for name, problem in problems.items() if problem}
     rooms = [
-        node_room(config, node, (taken or {}).get(node.name, 0), wanted * machines[node.machine])
+        node_room(config, node, taken.get(node.name, 0), wanted * machines[node.machine], gpu_taken.get(node.name, 0))
         for node in facts
         if not problems[node.name]
     ]
@@ -1476,10 +1477,10 @@ def plan_model(
     workers = {node.name: problem for node in facts if (problem := _binary_problem(node, "leader"))}
     leaders = [room for room in rooms if room.node not in workers and model.leader in ("", room.node)]
     if not leaders and model.leader:
-        what = f"its leader {model.leader} is {left_out.get(model.leader, 'not reachable')}"
-        raise _plan_error(model, what, "start that box, or leave out `leader`")
+        what = f"its leader {model.leader} is {(workers | left_out).get(model.leader, 'not reachable')}"
+        raise _plan_error(model, what, "mend or start that box, or leave out `leader`")
     if not leaders:
-        what = "no node can lead: " + "; ".join(f"{k}: {v}" for k, v in left_out.items())
+        what = "no node can lead: " + "; ".join(f"{k}: {v}" for k, v in (workers | left_out).items())
         raise _plan_error(model, what, "one box needs llama-server in [engine] path")
     draft = _Draft(
         model=model, costs=model_costs(shape, context), rooms=rooms, leaders=leaders, left_out=left_out, workers=workers
@@ -1514,12 +1515,13 @@ class _Draft:
     workers: dict[str, str]  # node -> why it cannot lead
 
     def single(self) -> tuple[_Ring, str] | None:
-        """The roomiest leader alone, when it all fits there."""
-        need, room = self.costs.total_bytes, self.leaders[0]
-        if room.total_bytes < need:
-            return None
-        fits = f"fits on {room.node} alone ({format_size(need)} of {format_size(room.total_bytes)})"
-        return [(room, len(self.costs.layer_bytes))], f"{fits}: not worth splitting, a ring would be slower"
+        """One node that can lead, when it all fits there."""
+        need, layers = format_size(self.costs.total_bytes), len(self.costs.layer_bytes)
+        for room in self.leaders:
+            if self.free([(room, layers)])[0] >= 0:
+                fits = f"fits on {room.node} alone ({need} of {format_size(room.total_bytes)})"
+                return [(room, layers)], f"{fits}: not worth splitting, a ring would be slower"
+        return None
 
     def by_hand(self) -> tuple[_Ring, str]:
         """The windows that the TOML sets, checked."""
@@ -1548,11 +1550,11 @@ class _Draft:
     def ring(self) -> tuple[_Ring, str]:
         """The fewest nodes that hold it, the roomiest leading; windows by usable memory."""
         lead, need = self.leaders[0], self.costs.total_bytes
-        others = [room for room in self.rooms if room is not lead]
+        others = sorted((room for room in self.rooms if room is not lead), key=lambda room: -room.total_bytes)
         for count in range(2, min(1 + len(others), MAX_RANKS) + 1):
             ring = self.shared([lead, *others[: count - 1]])
             if ring:
-                alone = f"any one node ({lead.node} has {format_size(lead.total_bytes)})"
+                alone = f"any one node that can lead ({lead.node} has {format_size(lead.total_bytes)})"
                 return ring, f"{format_size(need)} is too much for {alone}: {count} nodes share it"
         rooms = self.rooms[:MAX_RANKS]
         need += (len(rooms) - 1) * self.costs.worker_buffer_bytes
@@ -1586,16 +1588,17 @@ class _Draft:
 
     def free(self, ring: _Ring) -> list[int]:
         """What each node has left, in bytes; negative: too much."""
-        costs, starts = self.costs, first_layers([window for _, window in ring])
-        return [
-            room.total_bytes - costs.fixed_bytes(leader=rank == 0) - costs.range_bytes(first, window)
-            for rank, ((room, window), first) in enumerate(zip(ring, starts, strict=True))
-        ]
+        costs, free = self.costs, []
+        for rank, ((room, window), first) in enumerate(zip(ring, first_layers([w for _, w in ring]), strict=True)):
+            layers = costs.layer_bytes[first : first + window]
+            _, on_card = fit_gpu(layers, costs.layer_kv_bytes, room.gpu_bytes)  # whole layers, and nothing else
+            free.append(room.ram_bytes + on_card - costs.fixed_bytes(rank == 0) - costs.range_bytes(first, window))
+        return free
 
     def ranks(self, ring: _Ring) -> tuple[RankPlan, ...]:
         """The finished ranks with GPU layers and reasons."""
         starts, free = first_layers([window for _, window in ring]), self.free(ring)
-        lead = "leads: set in the TOML" if self.model.leader else "leads: most room"
+        lead = "leads: set in the TOML" if self.model.leader else "leads: most room of those that can"
         result, costs = [], self.costs
         for rank, (room, window) in enumerate(ring):
             layers = costs.layer_bytes[starts[rank] : starts[rank] + window]
@@ -1651,6 +1654,7 @@ def plan_all(
     """A plan or the reason against it for each model, in the TOML's order; `placed` are rings that run
     already and keep what they have."""
     placed, taken = placed or {}, Counter[str]()
+    gpu_taken = Counter[str]()  # not of `placed`: what NVML calls free is already without it
     result: dict[str, ModelPlan | PlanError] = {}
 
     def take(plan: ModelPlan) -> None:
@@ -1673,6 +1677,7 @@ def plan_all(
         result[model.name] = plan
         if model.autostart:
             take(plan)
+            gpu_taken.update({rank.node: rank.gpu_bytes for rank in plan.ranks})
     return result
 
 
@@ -1939,7 +1944,7 @@ def _on_stopped(ring: Ring, event: Event, now: float) -> _Step:
 
 def _on_want(ring: Ring, event: Event, now: float) -> _Step:
     """The operator's start: from stopped or failed, everything is tried afresh."""
-    ring = replace(ring, wanted=True)
+    ring = replace(ring, wanted=True, failures=0 if ring.phase == Phase.STOPPING else ring.failures)
     if ring.phase in (Phase.STOPPED, Phase.FAILED, Phase.BACKOFF):
         ring = _move(ring, now, Phase.WAITING, "starting", failures=0)
     return ring, ()
@@ -7139,24 +7144,30 @@ def survey_once(config: Config, name: str) -> NodeFacts:
     except OSError as error:
         hint = "run as the user who runs `up`, or set SHARDBOX_STATE"
         raise UsageError(f"cannot be written: {error.strerror}", where=folder, hint=hint) from None
-    with contextlib.closing(Surveyor(config, name, folder)) as surveyor:
+    with contextlib.closing(Surveyor(config, name, folder, isolation_problem())) as surveyor:
         return surveyor.survey(own_bytes=0)
 
 
 def read_facts(path: str) -> list[NodeFacts]:
-    """Facts from a file: what `nodes --json` or `plan --json` prints. Raises UsageError or MessageError."""
+    """Facts from a file: what `nodes --json` or `plan --json` prints. Raises UsageError."""
     hint = "`shardbox nodes --json` writes one"
     try:
         with open(path, "rb") as file:
             data = json.load(file)
+        items = data.get("facts") if isinstance(data, dict) else data
+        if not isinstance(items, list):
+            raise UsageError('has no list "facts"', where=path, hint=hint)
+        facts = [from_json(NodeFacts, item, f"{path}: facts[{n}]") for n, item in enumerate(items)]
     except OSError as error:
         raise UsageError(f"cannot be read: {error.strerror}", where=path) from None
-    except ValueError:
+    except (ValueError, RecursionError):
         raise UsageError("is not JSON", where=path, hint=hint) from None
-    items = data.get("facts") if isinstance(data, dict) else data
-    if not isinstance(items, list):
-        raise UsageError('has no list "facts"', where=path, hint=hint)
-    return [from_json(NodeFacts, item, f"{path}: facts[{n}]") for n, item in enumerate(items)]
+    except MessageError as error:
+        raise UsageError(error.what, where=error.where, hint=hint) from None
+    twice = [name for name, count in Counter(node.name for node in facts).items() if count > 1]
+    if twice:
+        raise UsageError(f"has node {twice[0]} twice", where=path)
+    return facts
 
 
 @with_config
@@ -7350,6 +7361,7 @@ DEMO_NODE_TOML = """
 [[nodes]]
 name = "{name}"
 memory = "9GiB"
+gpu_memory = 0
 address = "{address}"
 ports = {{mesh = {ports[0]}, api = {ports[1]}, data = {ports[2]}, signal = {ports[3]}}}
 """
