@@ -28,7 +28,6 @@ Sections, top to bottom; none uses a later one:
 
 from __future__ import annotations
 
-import asyncio
 import collections
 import contextlib
 import ctypes
@@ -41,7 +40,7 @@ import functools
 import gc
 import hashlib
 import hmac
-import http.client
+import importlib
 import ipaddress
 import itertools
 import json
@@ -71,20 +70,35 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Itera
 from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from io import BufferedReader
-from typing import TYPE_CHECKING, Any, BinaryIO, TypeVar
-
-import aiohttp
-from aiohttp import web
+from typing import TYPE_CHECKING, Any, BinaryIO, TypeAlias, TypeVar
 
 if TYPE_CHECKING:
+    import asyncio
     import ssl
 
+    import aiohttp
+    from aiohttp import web
     from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
     from cryptography.hazmat.primitives.ciphers.aead import AESGCM
     from cryptography.x509 import Certificate
     from zeroconf.asyncio import AsyncServiceBrowser, AsyncZeroconf
 
+
+class LazyModule:
+    """A module that is imported at its first use: cron asks for `status` every minute, and these take 0.25 s."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __getattr__(self, attribute: str) -> Any:
+        return getattr(importlib.import_module(self._name), attribute)
+
+
+if not TYPE_CHECKING:
+    asyncio, aiohttp, web = LazyModule("asyncio"), LazyModule("aiohttp"), LazyModule("aiohttp.web")
+
 VERSION = "0.1.0"
+PROTOCOL = 1  # of control messages and services between nodes; another number is named, never guessed at
 log = logging.getLogger("shardbox")
 
 
@@ -191,11 +205,10 @@ def parse_size(text: str) -> int:
 def format_size(count: int) -> str:
     """A number of bytes in binary units, three digits: 98362432 -> "93.8 MiB"."""
     value, sign = float(abs(count)), "-" if count < 0 else ""
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if value < 1024:
-            return f"{sign}{value:.0f} B" if unit == "B" else f"{sign}{value:.3g} {unit}"
-        value /= 1024
-    return f"{sign}{value:.3g} TiB" if value < 1000 else f"{sign}{value:.0f} TiB"
+    unit, *larger = ("B", "KiB", "MiB", "GiB", "TiB")
+    while value >= 1024 and larger:
+        value, unit = value / 1024, larger.pop(0)
+    return f"{sign}{value:.0f} {unit}" if unit == "B" or value >= 999.5 else f"{sign}{value:.3g} {unit}"
 
 
 def format_duration(seconds: float) -> str:
@@ -230,22 +243,20 @@ def from_json(kind: type[T], data: Any, where: str = "message") -> T:
 
 def _decode(kind: Any, data: Any, where: str) -> Any:
     origin, args = typing.get_origin(kind), typing.get_args(kind)
-    if kind is Any:
+    optional = origin in (typing.Union, types.UnionType)
+    if kind is Any or (optional and data is None):
         return data
-    if origin in (typing.Union, types.UnionType):
-        inner = next(arg for arg in args if arg is not type(None))
-        return None if data is None else _decode(inner, data, where)
+    if optional:
+        return _decode(next(arg for arg in args if arg is not type(None)), data, where)
     if dataclasses.is_dataclass(kind):
         return _decode_dataclass(kind, data, where)
-    if origin is tuple:
-        if isinstance(data, list):
-            return tuple(_decode(args[0], item, f"{where}[{n}]") for n, item in enumerate(data))
-    elif origin in (dict, Mapping):
-        if isinstance(data, dict):
-            return {str(key): _decode(args[1], item, f"{where}.{key}") for key, item in data.items()}
-    elif kind is float and isinstance(data, (int, float)) and not isinstance(data, bool):
+    if origin is tuple and isinstance(data, list):
+        return tuple(_decode(args[0], item, f"{where}[{n}]") for n, item in enumerate(data))
+    if origin in (dict, Mapping) and isinstance(data, dict):
+        return {str(key): _decode(args[1], item, f"{where}.{key}") for key, item in data.items()}
+    if kind is float and type(data) in (int, float) and abs(data) < 1e300:  # no NaN, and nothing float() cannot hold
         return float(data)
-    elif isinstance(kind, type) and isinstance(data, kind) and (kind is bool) == isinstance(data, bool):
+    if kind in (str, int, bool) and type(data) is kind:
         return data
     raise MessageError(f"expected {getattr(kind, '__name__', kind)}, got {type(data).__name__}", where=where)
 
@@ -1366,7 +1377,7 @@ def rehearsed_shape(rehearse: RehearseConfig, name: str) -> ModelShape:
     )
 
 
-def node_room(config: Config, facts: NodeFacts, taken: int, sharers: int) -> Room:
+def node_room(config: Config, facts: NodeFacts, taken: int, sharers: int, gpu_taken: int = 0) -> Room:
     """What this node may spend. The rehearsal holds no weights, so there a cap counts as given.
 
     `sharers`: how many engines divide this box's cores; one that waits for its ring spins, so they must not overlap."""
@@ -1383,6 +1394,7 @@ def node_room(config: Config, facts: NodeFacts, taken: int, sharers: int) -> Roo
     gpu = sum(max(0, int(free * (1 - HEADROOM)) - GPU_BASE_BYTES) for free in cards)
     if node.gpu_memory_bytes is not None:
         gpu = min(gpu, node.gpu_memory_bytes)
+    gpu = max(0, gpu - gpu_taken)
     ram = max(0, int(ram * (1 - HEADROOM)) - taken)
     if taken:
         note += f", {format_size(taken)} of it for other models"
@@ -1391,18 +1403,15 @@ def node_room(config: Config, facts: NodeFacts, taken: int, sharers: int) -> Roo
 
 
 def _binary_problem(facts: NodeFacts, role: str) -> str:
-    if facts.engine_kind == "rehearsal":
-        return ""
-    binary = facts.binary(role)
-    return f"cannot {'lead' if role == 'leader' else 'work'}: {binary.problem}" if binary.problem else ""
+    problem = "" if facts.engine_kind == "rehearsal" else facts.binary(role).problem
+    return f"cannot {'lead' if role == 'leader' else 'work'}: {problem}" if problem else ""
 
 
 def node_problem(config: Config, model: ModelConfig, facts: NodeFacts, root: str) -> str:
     """Why this node cannot hold any part of the model, "" when it can. `root`: the content that counts."""
-    if model.nodes and facts.name not in model.nodes:
-        return "not in the model's `nodes`"
-    if model.layers and facts.name not in model.layers:
-        return "not in the model's `layers`"
+    for key, allowed in (("nodes", model.nodes), ("layers", model.layers)):
+        if allowed and facts.name not in allowed:
+            return f"not in the model's `{key}`"
     if facts.engine_kind != config.engine.kind:
         return f"runs engine kind {facts.engine_kind!r}, this box wants {config.engine.kind!r}"
     worker, leader = _binary_problem(facts, "worker"), _binary_problem(facts, "leader")
@@ -1419,74 +1428,22 @@ def node_problem(config: Config, model: ModelConfig, facts: NodeFacts, root: str
 def model_shape_of(config: Config, model: ModelConfig, facts: Sequence[NodeFacts]) -> tuple[ModelShape, str]:
     """The model's shape and content hash, as most nodes that hold it have it (ties: lowest hash).
     Raises PlanError where no node has it."""
-    copies = [(node.name, node.model(model.name)) for node in facts]
-    whole = [copy for _, copy in copies if copy.shape is not None and not copy.problem]
+    allowed = model.nodes or tuple(model.layers) or [node.name for node in facts]
+    copies = {node.name: node.model(model.name) for node in facts if node.name in allowed}
+    whole = [(copy.root, copy.shape) for copy in copies.values() if copy.shape is not None and not copy.problem]
     if not whole:
         if config.engine.kind == "rehearsal" and model.rehearse:
             return rehearsed_shape(model.rehearse, model.name), ""
-        found = "; ".join(f"{name}: {copy.problem or 'not there'}" for name, copy in copies)
-        raise PlanError(
-            f"no node has a whole copy of {model.path} ({found})",
-            where=f"model {model.name}",
-            hint="copy the file to every box, under the TOML's folder or one of model_dirs",
-        )
-    roots = sorted(copy.root for copy in whole if copy.root)
-    root = max(roots, key=lambda value: (roots.count(value), [-ord(c) for c in value[:8]])) if roots else ""
-    chosen = next((copy for copy in whole if copy.root == root), whole[0])
-    assert chosen.shape is not None
-    return chosen.shape, root
+        found = "; ".join(f"{name}: {copy.problem or 'not there'}" for name, copy in copies.items())
+        hint = "copy the file to every box, under the TOML's folder or one of model_dirs"
+        raise _plan_error(model, f"no node has a whole copy of {model.path} ({found})", hint)
+    votes = Counter(root for root, _ in whole if root)
+    root = min(votes, key=lambda value: (-votes[value], value), default="")
+    return next((shape for its, shape in whole if its == root), whole[0][1]), root
 
 
-def plan_model(
-    config: Config, model: ModelConfig, facts: Sequence[NodeFacts], taken: Mapping[str, int] | None = None
-) -> ModelPlan:
-    """The plan for one model on these nodes. `taken`: bytes that models placed before use, by node.
-    Raises PlanError saying what is missing, and by how much."""
-    facts = sorted(facts, key=lambda node: node.name)
-    shape, root = model_shape_of(config, model, facts)
-    context = model.slots * (-(-model.context // CONTEXT_STEP) * CONTEXT_STEP)
-    costs = model_costs(shape, context)
-    wanted = max(1, sum(1 for other in config.models if other.autostart))
-    left_out: dict[str, str] = {}
-    rooms: list[Room] = []
-    for node in facts:
-        problem = node_problem(config, model, node, root)
-        if problem:
-            left_out[node.name] = problem
-        else:
-            sharers = wanted * sum(other.machine == node.machine for other in facts)
-            rooms.append(node_room(config, node, (taken or {}).get(node.name, 0), sharers))
-    rooms.sort(key=lambda room: (-coarse(room.total_bytes), room.node))
-    leaders = [room for room in rooms if not _binary_problem(_facts_of(facts, room.node), "leader")]
-    if model.leader:
-        leaders = [room for room in leaders if room.node == model.leader]
-        if not leaders:
-            raise PlanError(
-                f"its leader {model.leader} is {left_out.get(model.leader, 'not reachable')}",
-                where=f"model {model.name}",
-                hint="start that box, or leave out `leader`",
-            )
-    if not leaders:
-        raise PlanError(
-            "no node can lead: " + "; ".join(f"{k}: {v}" for k, v in left_out.items()),
-            where=f"model {model.name}",
-            hint="one box needs llama-server in [engine] path",
-        )
-    draft = _Draft(model=model, shape=shape, costs=costs, rooms=rooms, leaders=leaders, left_out=left_out)
-    ring, reason = draft.by_hand() if model.layers else draft.single() or draft.ring()
-    for room in rooms:
-        if all(room.node != taken_room.node for taken_room, _ in ring):
-            left_out[room.node] = "not needed: fewer ranks are faster"
-    return ModelPlan(
-        model=model.name,
-        block=config.models.index(model),
-        layers=shape.layers,
-        shape=shape,
-        context=context,
-        reason=reason,
-        left_out=left_out,
-        ranks=draft.ranks(ring, _workers_only(facts, ring)),
-    )
+def _plan_error(model: ModelConfig, what: str, hint: str) -> PlanError:
+    return PlanError(what, where=f"model {model.name}", hint=hint)
 
 
 def coarse(count: int) -> int:
@@ -1495,14 +1452,55 @@ def coarse(count: int) -> int:
     return count >> shift << shift
 
 
-def _facts_of(facts: Sequence[NodeFacts], name: str) -> NodeFacts:
-    return next(node for node in facts if node.name == name)
+def plan_model(
+    config: Config,
+    model: ModelConfig,
+    facts: Sequence[NodeFacts],
+    taken: Mapping[str, int] = {},
+    gpu_taken: Mapping[str, int] = {},
+) -> ModelPlan:
+    """The plan for one model on these nodes. `taken`: bytes of memory, `gpu_taken`: of cards, that models placed before
+    use, by node. Raises PlanError saying what is missing, and by how much."""
+    facts = sorted(facts, key=lambda node: node.name)
+    shape, root = model_shape_of(config, model, facts)
+    context = model.slots * (-(-model.context // CONTEXT_STEP) * CONTEXT_STEP)
+    wanted = max(1, sum(other.autostart for other in config.models))
+    machines = Counter(node.machine for node in facts)
+    problems = {node.name: node_problem(config, model, node, root) for node in facts}
+    left_out = {name: problem for name, problem in problems.items() if problem}
+    rooms = [
+        node_room(config, node, taken.get(node.name, 0), wanted * machines[node.machine], gpu_taken.get(node.name, 0))
+        for node in facts
+        if not problems[node.name]
+    ]
+    rooms.sort(key=lambda room: (-coarse(room.total_bytes), room.node))
+    workers = {node.name: problem for node in facts if (problem := _binary_problem(node, "leader"))}
+    leaders = [room for room in rooms if room.node not in workers and model.leader in ("", room.node)]
+    if not leaders and model.leader:
+        what = f"its leader {model.leader} is {(workers | left_out).get(model.leader, 'not reachable')}"
+        raise _plan_error(model, what, "mend or start that box, or leave out `leader`")
+    if not leaders:
+        what = "no node can lead: " + "; ".join(f"{k}: {v}" for k, v in (workers | left_out).items())
+        raise _plan_error(model, what, "one box needs llama-server in [engine] path")
+    draft = _Draft(
+        model=model, costs=model_costs(shape, context), rooms=rooms, leaders=leaders, left_out=left_out, workers=workers
+    )
+    ring, reason = draft.by_hand() if model.layers else draft.single() or draft.ring()
+    taking_part = {room.node for room, _ in ring}
+    spare = {room.node: "not needed: fewer ranks are faster" for room in rooms if room.node not in taking_part}
+    return ModelPlan(
+        model=model.name,
+        block=config.models.index(model),
+        layers=shape.layers,
+        shape=shape,
+        context=context,
+        reason=reason,
+        left_out=left_out | spare,
+        ranks=draft.ranks(ring),
+    )
 
 
-def _workers_only(facts: Sequence[NodeFacts], ring: Sequence[tuple[Room, int]]) -> dict[str, str]:
-    return {
-        room.node: problem for room, _ in ring if (problem := _binary_problem(_facts_of(facts, room.node), "leader"))
-    }
+_Ring = list[tuple[Room, int]]  # each rank's node and layer window, the leader first
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -1510,128 +1508,112 @@ class _Draft:
     """One model's way to a plan: rooms are sorted, the roomiest first."""
 
     model: ModelConfig
-    shape: ModelShape
     costs: Costs
     rooms: list[Room]
     leaders: list[Room]
     left_out: dict[str, str]
+    workers: dict[str, str]  # node -> why it cannot lead
 
-    def error(self, what: str, hint: str) -> PlanError:
-        return PlanError(what, where=f"model {self.model.name}", hint=hint)
+    def single(self) -> tuple[_Ring, str] | None:
+        """One node that can lead, when it all fits there."""
+        need, layers = format_size(self.costs.total_bytes), len(self.costs.layer_bytes)
+        for room in self.leaders:
+            if self.free([(room, layers)])[0] >= 0:
+                fits = f"fits on {room.node} alone ({need} of {format_size(room.total_bytes)})"
+                return [(room, layers)], f"{fits}: not worth splitting, a ring would be slower"
+        return None
 
-    def single(self) -> tuple[list[tuple[Room, int]], str] | None:
-        """The roomiest leader alone, when it all fits there."""
-        need, room = self.costs.total_bytes, self.leaders[0]
-        if room.total_bytes < need:
-            return None
-        return [(room, self.shape.layers)], (
-            f"fits on {room.node} alone ({format_size(need)} of {format_size(room.total_bytes)}): "
-            "not worth splitting, a ring would be slower"
-        )
-
-    def by_hand(self) -> tuple[list[tuple[Room, int]], str]:
+    def by_hand(self) -> tuple[_Ring, str]:
         """The windows that the TOML sets, checked."""
-        windows = self.model.layers
-        missing = [node for node in windows if all(room.node != node for room in self.rooms)]
+        windows, layers = self.model.layers, len(self.costs.layer_bytes)
+        rooms = [room for room in self.rooms if room.node in windows]
+        lead = next((room for room in self.leaders if room in rooms), None)
+        missing = [node for node in windows if node not in [room.node for room in rooms]]
         if missing:
             reasons = ", ".join(f"{node} ({self.left_out.get(node, 'not reachable')})" for node in missing)
-            raise self.error(
-                f"`layers` names nodes that cannot take part: {reasons}", "start them, or plan without `layers`"
-            )
-        if sum(windows.values()) != self.shape.layers:
-            raise self.error(
-                f"`layers` adds up to {sum(windows.values())}, the model has {self.shape.layers}",
-                "give every layer to one node",
-            )
-        lead = next((room for room in self.leaders if room.node in windows), None)
+            what = f"`layers` names nodes that cannot take part: {reasons}"
+            raise _plan_error(self.model, what, "start them, or plan without `layers`")
+        if sum(windows.values()) != layers:
+            what = f"`layers` adds up to {sum(windows.values())}, the model has {layers}"
+            raise _plan_error(self.model, what, "give every layer to one node")
         if lead is None:
-            raise self.error("no node in `layers` can lead", "one of them needs llama-server")
-        ring = [lead] + [room for room in self.rooms if room.node in windows and room is not lead]
-        pairs = [(room, windows[room.node]) for room in ring]
-        over = self.overrun(pairs)
-        if over:
-            raise self.error(f"`layers` by hand do not fit: {over}", "move layers to a node with room")
-        return pairs, "windows set by hand in `layers`"
+            raise _plan_error(self.model, "no node in `layers` can lead", "one of them needs llama-server")
+        rooms.sort(key=lambda room: room is not lead)
+        ring = [(room, windows[room.node]) for room in rooms]
+        free = dict(zip([room.node for room in rooms], self.free(ring), strict=True))
+        short = [f"{node} is short by {format_size(-left)}" for node, left in free.items() if left < 0]
+        if short:
+            what = f"`layers` by hand do not fit: {', '.join(short)}"
+            raise _plan_error(self.model, what, "move layers to a node with room")
+        return ring, "windows set by hand in `layers`"
 
-    def ring(self) -> tuple[list[tuple[Room, int]], str]:
+    def ring(self) -> tuple[_Ring, str]:
         """The fewest nodes that hold it, the roomiest leading; windows by usable memory."""
-        lead = self.leaders[0]
-        others = [room for room in self.rooms if room is not lead]
-        for count in range(1, min(len(others), MAX_RANKS - 1) + 1):
-            windows = self.windows([lead, *others[:count]])
-            if windows:
-                pairs = list(zip([lead, *others[:count]], windows, strict=True))
-                return pairs, (
-                    f"{format_size(self.costs.total_bytes)} is too much for any one node "
-                    f"({lead.node} has {format_size(lead.total_bytes)}): {count + 1} nodes share it"
-                )
+        lead, need = self.leaders[0], self.costs.total_bytes
+        others = sorted((room for room in self.rooms if room is not lead), key=lambda room: -room.total_bytes)
+        for count in range(2, min(1 + len(others), MAX_RANKS) + 1):
+            ring = self.shared([lead, *others[: count - 1]])
+            if ring:
+                alone = f"any one node that can lead ({lead.node} has {format_size(lead.total_bytes)})"
+                return ring, f"{format_size(need)} is too much for {alone}: {count} nodes share it"
         rooms = self.rooms[:MAX_RANKS]
-        need = self.costs.total_bytes + (len(rooms) - 1) * self.costs.worker_buffer_bytes
+        need += (len(rooms) - 1) * self.costs.worker_buffer_bytes
         have = sum(room.total_bytes for room in rooms)
         listing = ", ".join(f"{room.node} {format_size(room.total_bytes)}" for room in rooms)
         short = f"short by {format_size(need - have)}"
         if need <= have:
             short = f"but not in pieces that hold whole layers of {format_size(max(self.costs.layer_bytes))}"
-        raise self.error(
-            f"too big for the nodes there are: needs {format_size(need)}, they have {format_size(have)} "
-            f"({listing}); {short}",
-            "add a box, a smaller quantisation or a shorter context",
-        )
+        what = f"too big for the nodes there are: needs {format_size(need)}, they have {format_size(have)}"
+        hint = "add a box, a smaller quantisation or a shorter context"
+        raise _plan_error(self.model, f"{what} ({listing}); {short}", hint)
 
-    def windows(self, ring: Sequence[Room]) -> list[int] | None:
-        """Layers for each node in proportion to its room, at least one each; None when it cannot hold them."""
-        spare = [room.total_bytes - self.costs.fixed_bytes(leader=n == 0) for n, room in enumerate(ring)]
-        if min(spare) <= 0 or len(ring) > self.shape.layers:
+    def shared(self, rooms: list[Room]) -> _Ring | None:
+        """Layers for each node in proportion to its room, at least one each; None when they cannot hold them."""
+        layers = len(self.costs.layer_bytes)
+        spare = [room.total_bytes - self.costs.fixed_bytes(leader=n == 0) for n, room in enumerate(rooms)]
+        if min(spare) <= 0 or len(rooms) > layers:
             return None
-        windows = largest_remainder(self.shape.layers, spare)
-        for _ in range(self.shape.layers):  # layers differ in size: move one at a time from over to under
-            free = self.free(list(zip(ring, windows, strict=True)))
-            worst = min(range(len(ring)), key=lambda n: (free[n], n))
+        windows = largest_remainder(layers, spare)
+        for _ in range(layers):  # layers differ in size: move one at a time from over to under
+            ring = list(zip(rooms, windows, strict=True))
+            free = self.free(ring)
+            worst, best = free.index(min(free)), free.index(max(free))
             if free[worst] >= 0:
-                return windows
-            best = max(range(len(ring)), key=lambda n: (free[n], -n))
+                return ring
             if windows[worst] == 1 or free[best] <= 0:
                 return None
             windows[worst] -= 1
             windows[best] += 1
         return None
 
-    def free(self, ring: Sequence[tuple[Room, int]]) -> list[int]:
+    def free(self, ring: _Ring) -> list[int]:
         """What each node has left, in bytes; negative: too much."""
-        return [
-            room.total_bytes - self.costs.fixed_bytes(leader=rank == 0) - self.costs.range_bytes(first, window)
-            for rank, ((room, window), first) in enumerate(zip(ring, first_layers([w for _, w in ring]), strict=True))
-        ]
-
-    def overrun(self, ring: Sequence[tuple[Room, int]]) -> str:
-        return ", ".join(
-            f"{room.node} is short by {format_size(-free)}"
-            for (room, _), free in zip(ring, self.free(ring), strict=True)
-            if free < 0
-        )
-
-    def ranks(self, ring: Sequence[tuple[Room, int]], workers: Mapping[str, str]) -> tuple[RankPlan, ...]:
-        """The finished ranks with GPU layers and reasons."""
-        result, free = [], self.free(ring)
+        costs, free = self.costs, []
         for rank, ((room, window), first) in enumerate(zip(ring, first_layers([w for _, w in ring]), strict=True)):
-            layers = self.costs.layer_bytes[first : first + window]
-            gpu_layers, gpu_bytes = fit_gpu(layers, self.costs.layer_kv_bytes, room.gpu_bytes)
-            if rank == 0:
-                why = "leads: set in the TOML" if self.model.leader else "leads: most room"
-            else:
-                why = workers.get(room.node, "window by usable memory")
-            ends = self.costs.ends_bytes if rank == 0 else 0
-            buffers = self.costs.leader_buffer_bytes if rank == 0 else self.costs.worker_buffer_bytes
+            layers = costs.layer_bytes[first : first + window]
+            _, on_card = fit_gpu(layers, costs.layer_kv_bytes, room.gpu_bytes)  # whole layers, and nothing else
+            free.append(room.ram_bytes + on_card - costs.fixed_bytes(rank == 0) - costs.range_bytes(first, window))
+        return free
+
+    def ranks(self, ring: _Ring) -> tuple[RankPlan, ...]:
+        """The finished ranks with GPU layers and reasons."""
+        starts, free = first_layers([window for _, window in ring]), self.free(ring)
+        lead = "leads: set in the TOML" if self.model.leader else "leads: most room of those that can"
+        result, costs = [], self.costs
+        for rank, (room, window) in enumerate(ring):
+            layers = costs.layer_bytes[starts[rank] : starts[rank] + window]
+            gpu_layers, gpu_bytes = fit_gpu(layers, costs.layer_kv_bytes, room.gpu_bytes)
+            why = self.workers.get(room.node, "window by usable memory") if rank else lead
             result.append(
                 RankPlan(
                     rank=rank,
                     node=room.node,
                     window=window,
-                    first_layer=first,
+                    first_layer=starts[rank],
                     gpu_layers=gpu_layers,
-                    weights_bytes=sum(layers) + ends,
-                    kv_bytes=window * self.costs.layer_kv_bytes,
-                    buffer_bytes=buffers,
+                    weights_bytes=sum(layers) + (0 if rank else costs.ends_bytes),
+                    kv_bytes=window * costs.layer_kv_bytes,
+                    buffer_bytes=costs.worker_buffer_bytes if rank else costs.leader_buffer_bytes,
                     gpu_bytes=gpu_bytes,
                     free_bytes=free[rank],
                     threads=room.cores,
@@ -1671,33 +1653,32 @@ def plan_all(
 ) -> dict[str, ModelPlan | PlanError]:
     """A plan or the reason against it for each model, in the TOML's order; `placed` are rings that run
     already and keep what they have."""
-    taken: dict[str, int] = {}
+    placed, taken = placed or {}, Counter[str]()
+    gpu_taken = Counter[str]()  # not of `placed`: what NVML calls free is already without it
     result: dict[str, ModelPlan | PlanError] = {}
-    placed = placed or {}
+
+    def take(plan: ModelPlan) -> None:
+        for rank in plan.ranks:
+            taken[rank.node] += rank.weights_bytes + rank.kv_bytes + rank.buffer_bytes - rank.gpu_bytes
+
     for plan in placed.values():
-        _take(taken, plan)
+        take(plan)
     for model in config.models:
         if model.name in placed:
             result[model.name] = placed[model.name]
             continue
         try:
-            plan = plan_model(config, model, facts, taken)
+            plan = plan_model(config, model, facts, taken, gpu_taken)
         except PlanError as error:
-            if taken:
-                holders = ", ".join(name for name, other in result.items() if isinstance(other, ModelPlan))
-                error.hint += f"; memory is already given to {holders}" if holders else ""
+            holders = ", ".join(name for name, other in result.items() if isinstance(other, ModelPlan))
+            error.hint += f"; memory is already given to {holders}" if taken and holders else ""
             result[model.name] = error
             continue
         result[model.name] = plan
         if model.autostart:
-            _take(taken, plan)
+            take(plan)
+            gpu_taken.update({rank.node: rank.gpu_bytes for rank in plan.ranks})
     return result
-
-
-def _take(taken: dict[str, int], plan: ModelPlan) -> None:
-    for rank in plan.ranks:
-        used = rank.weights_bytes + rank.kv_bytes + rank.buffer_bytes - rank.gpu_bytes
-        taken[rank.node] = taken.get(rank.node, 0) + used
 
 
 # ======================================================================================================
@@ -1830,7 +1811,7 @@ RESTART_MEMORY_S = 900.0  # how long `status` warns of a restart
 
 
 class Phase:
-    """Where a ring is. ACTIVE phases hold leases on other nodes."""
+    """Where a ring is. ACTIVE phases hold leases on other nodes; in WHOLE ones every engine is up."""
 
     STOPPED = "stopped"  # by the operator, or autostart = false
     WAITING = "waiting"  # for nodes, files or a plan; `reason` says for what
@@ -1841,7 +1822,9 @@ class Phase:
     STOPPING = "stopping"
     BACKOFF = "backoff"
     FAILED = "failed"
-    ACTIVE = frozenset({PREPARING, LOADING, PROBING, SERVING})
+    WHOLE = frozenset({PROBING, SERVING})
+    ACTIVE = WHOLE | {PREPARING, LOADING}
+    ALL = ACTIVE | {STOPPED, WAITING, STOPPING, BACKOFF, FAILED}
     TELLING = (SERVING, PROBING, LOADING, PREPARING, STOPPING, FAILED, BACKOFF)  # whose word counts first
 
 
@@ -1886,157 +1869,119 @@ class Effect:
     orderly: bool = False  # the ring is whole: the leader may pass STOP round
 
 
-def step(ring: Ring, event: Event, now: float) -> tuple[Ring, tuple[Effect, ...]]:
-    """The ring after an event, and what to do about it. Unexpected or late events change nothing."""
-    if event.generation and event.generation != ring.generation:
-        return ring, ()
-    handler = _STEPS.get(event.kind)
-    assert handler is not None, f"no such event: {event.kind}"
-    return handler(ring, event, now)
-
-
 _Step = tuple[Ring, tuple[Effect, ...]]
 
 
-def _move(ring: Ring, now: float, phase: str, **changes: Any) -> Ring:
-    return dataclasses.replace(ring, phase=phase, since=now, **changes)
+def step(ring: Ring, event: Event, now: float) -> _Step:
+    """The ring after an event, and what to do about it. Unexpected or late events change nothing."""
+    assert event.kind in _STEPS, f"no such event: {event.kind}"
+    phases, handler = _STEPS[event.kind]
+    late = event.generation and event.generation != ring.generation
+    return (ring, ()) if late or ring.phase not in phases else handler(ring, event, now)
 
 
-def _effect(ring: Ring, kind: str, **more: Any) -> tuple[Effect, ...]:
+def _move(ring: Ring, now: float, phase: str, reason: str, deadline: float = 0.0, **changes: Any) -> Ring:
+    return replace(ring, phase=phase, since=now, reason=reason, deadline=deadline, **changes)
+
+
+def _act(ring: Ring, kind: str, **more: Any) -> _Step:
     assert ring.plan is not None
-    return (Effect(kind=kind, generation=ring.generation, plan=ring.plan, **more),)
+    return ring, (Effect(kind=kind, generation=ring.generation, plan=ring.plan, **more),)
 
 
 def _on_plan(ring: Ring, event: Event, now: float) -> _Step:
     """A plan in which this node leads, or the reason why there is none."""
-    if ring.phase != Phase.WAITING:
-        return ring, ()
     if event.plan is None:
-        return dataclasses.replace(ring, reason=event.reason, plan=None), ()
-    ring = _move(
-        ring,
-        now,
-        Phase.PREPARING,
-        plan=event.plan,
-        generation=event.token,
-        deadline=now + PREPARE_TIMEOUT_S,
-        reason="asking every rank",
-    )
-    return ring, _effect(ring, "prepare")
+        return replace(ring, reason=event.reason, plan=None), ()
+    ring = replace(ring, plan=event.plan, generation=event.token)
+    return _act(_move(ring, now, Phase.PREPARING, "asking every rank", now + PREPARE_TIMEOUT_S), "prepare")
 
 
 def _on_granted(ring: Ring, event: Event, now: float) -> _Step:
-    if ring.phase != Phase.PREPARING:
-        return ring, ()
     assert ring.plan is not None
-    size = sum(rank.weights_bytes for rank in ring.plan.ranks)
-    ring = _move(
-        ring, now, Phase.LOADING, deadline=now + LOAD_BASE_S + size / LOAD_BYTES_PER_S, reason="engines are loading"
-    )
-    return ring, _effect(ring, "launch")
+    load_s = LOAD_BASE_S + sum(rank.weights_bytes for rank in ring.plan.ranks) / LOAD_BYTES_PER_S
+    return _act(_move(ring, now, Phase.LOADING, "engines are loading", now + load_s), "launch")
 
 
 def _on_loaded(ring: Ring, event: Event, now: float) -> _Step:
-    if ring.phase != Phase.LOADING:
-        return ring, ()
-    ring = _move(ring, now, Phase.PROBING, deadline=now + PROBE_TIMEOUT_S, reason="asking for one token")
-    return ring, _effect(ring, "probe")
+    return _act(_move(ring, now, Phase.PROBING, "asking for one token", now + PROBE_TIMEOUT_S), "probe")
 
 
 def _on_answered(ring: Ring, event: Event, now: float) -> _Step:
-    if ring.phase != Phase.PROBING:
-        return ring, ()
-    return _move(ring, now, Phase.SERVING, deadline=0.0, served_since=now, reason=""), ()
+    return _move(ring, now, Phase.SERVING, "", served_since=now), ()
 
 
 def _on_trouble(ring: Ring, event: Event, now: float) -> _Step:
     """Anything that breaks the ring: all of it stops."""
-    if ring.phase not in Phase.ACTIVE:
-        return ring, ()
-    steady = ring.phase == Phase.SERVING and now - ring.served_since >= STEADY_S
-    restarts = ring.restarts + ((now,) if ring.phase == Phase.SERVING else ())
-    failures = 1 if steady else ring.failures + 1
+    serving, whole = ring.phase == Phase.SERVING, ring.phase in Phase.WHOLE
+    failures = 1 if serving and now - ring.served_since >= STEADY_S else ring.failures + 1
     if ring.phase == Phase.PREPARING or event.kind != "trouble":  # no engine is to blame: it is never given up
         failures = min(failures, QUICK_FAILURES - 1)
-    orderly = event.kind == "leaving" and ring.phase in (Phase.PROBING, Phase.SERVING)
-    changes = {"last_trouble": event.reason, "failures": failures, "restarts": restarts}
-    ring = _move(ring, now, Phase.STOPPING, deadline=0.0, reason=event.reason, **changes)
-    return ring, _effect(ring, "teardown", reason=event.reason, orderly=orderly)
-
-
-def _on_stopped(ring: Ring, event: Event, now: float) -> _Step:
-    """The teardown is through."""
-    if ring.phase != Phase.STOPPING:
-        return ring, ()
-    ring = dataclasses.replace(ring, generation="")
-    if not ring.wanted:
-        return _move(ring, now, Phase.STOPPED, plan=None, reason="stopped by the operator"), ()
-    if ring.failures >= QUICK_FAILURES:
-        return _move(ring, now, Phase.FAILED, plan=None, reason=ring.last_trouble), ()
-    if ring.failures == 0:
-        return _move(ring, now, Phase.WAITING, plan=None, reason="starting"), ()
-    delay = min(BACKOFF_CAP_S, BACKOFF_BASE_S * 2 ** (ring.failures - 1)) * (1 + event.jitter / 2)
-    return _move(ring, now, Phase.BACKOFF, plan=None, deadline=now + delay, reason=ring.last_trouble), ()
-
-
-def _on_want(ring: Ring, event: Event, now: float) -> _Step:
-    """The operator's start: from stopped or failed, everything is tried afresh."""
-    ring = dataclasses.replace(ring, wanted=True)
-    if ring.phase in (Phase.STOPPED, Phase.FAILED, Phase.BACKOFF):
-        ring = _move(ring, now, Phase.WAITING, failures=0, deadline=0.0, reason="starting")
-    return ring, ()
+    restarts = (*ring.restarts, now) if serving else ring.restarts
+    ring = replace(ring, last_trouble=event.reason, failures=failures, restarts=restarts)
+    ring = _move(ring, now, Phase.STOPPING, event.reason)
+    return _act(ring, "teardown", reason=event.reason, orderly=whole and event.kind == "leaving")
 
 
 def _on_yield(ring: Ring, event: Event, now: float) -> _Step:
     """Another node leads this model too, and goes before this one: no failure, just one ring too many."""
-    if ring.phase not in Phase.ACTIVE:
-        return ring, ()
-    ring = _move(ring, now, Phase.STOPPING, deadline=0.0, reason=event.reason, failures=0)
-    return ring, _effect(ring, "teardown", reason=event.reason)
+    return _act(_move(ring, now, Phase.STOPPING, event.reason, failures=0), "teardown", reason=event.reason)
+
+
+def _on_stopped(ring: Ring, event: Event, now: float) -> _Step:
+    """The teardown is through."""
+    phase, reason, deadline = Phase.BACKOFF, ring.last_trouble, 0.0
+    if not ring.wanted:
+        phase, reason = Phase.STOPPED, "stopped by the operator"
+    elif ring.failures >= QUICK_FAILURES:
+        phase = Phase.FAILED
+    elif ring.failures == 0:
+        phase, reason = Phase.WAITING, "starting"
+    else:
+        deadline = now + min(BACKOFF_CAP_S, BACKOFF_BASE_S * 2 ** (ring.failures - 1)) * (1 + event.jitter / 2)
+    return _move(ring, now, phase, reason, deadline, plan=None, generation=""), ()
+
+
+def _on_want(ring: Ring, event: Event, now: float) -> _Step:
+    """The operator's start: from stopped or failed, everything is tried afresh."""
+    ring = replace(ring, wanted=True, failures=0 if ring.phase == Phase.STOPPING else ring.failures)
+    if ring.phase in (Phase.STOPPED, Phase.FAILED, Phase.BACKOFF):
+        ring = _move(ring, now, Phase.WAITING, "starting", failures=0)
+    return ring, ()
 
 
 def _on_unwant(ring: Ring, event: Event, now: float) -> _Step:
     """The operator's stop."""
-    ring = dataclasses.replace(ring, wanted=False)
+    ring, whole, told = replace(ring, wanted=False), ring.phase in Phase.WHOLE, "stopped by the operator"
     if ring.phase in Phase.ACTIVE:
-        whole = ring.phase in (Phase.PROBING, Phase.SERVING)
-        ring = _move(ring, now, Phase.STOPPING, deadline=0.0, reason="stopping", failures=0)
-        return ring, _effect(ring, "teardown", reason="stopped by the operator", orderly=whole)
-    if ring.phase not in (Phase.STOPPING, Phase.STOPPED):
-        ring = _move(ring, now, Phase.STOPPED, plan=None, deadline=0.0, reason="stopped by the operator")
-    return ring, ()
+        return _act(_move(ring, now, Phase.STOPPING, "stopping", failures=0), "teardown", reason=told, orderly=whole)
+    return (ring if ring.phase in (Phase.STOPPING, Phase.STOPPED) else _move(ring, now, Phase.STOPPED, told)), ()
 
 
 def _on_tick(ring: Ring, event: Event, now: float) -> _Step:
     """Time alone: deadlines, the end of a pause, and old restarts that no longer count."""
     if ring.restarts and now - ring.restarts[0] > RESTART_MEMORY_S:
-        ring = dataclasses.replace(ring, restarts=ring.restarts[1:])
+        ring = replace(ring, restarts=ring.restarts[1:])
     if not ring.deadline or now < ring.deadline:
         return ring, ()
     if ring.phase == Phase.BACKOFF:
-        return _move(ring, now, Phase.WAITING, deadline=0.0, reason=ring.last_trouble), ()
-    late = Event(
-        kind="trouble",
-        generation=ring.generation,
-        reason=f"the start deadline ran out while {ring.phase}: {event.reason or 'no rank says why'}",
-    )
-    return _on_trouble(ring, late, now)
+        return _move(ring, now, Phase.WAITING, ring.last_trouble), ()
+    why = f"the start deadline ran out while {ring.phase}: {event.reason or 'no rank says why'}"
+    return _on_trouble(ring, Event(kind="trouble", reason=why), now)
 
 
-_STEPS = {
-    "plan": _on_plan,
-    "granted": _on_granted,
-    "refused": _on_trouble,
-    "loaded": _on_loaded,
-    "answered": _on_answered,
-    "trouble": _on_trouble,
-    "lost": _on_trouble,
-    "leaving": _on_trouble,
-    "stopped": _on_stopped,
-    "want": _on_want,
-    "unwant": _on_unwant,
-    "yield": _on_yield,
-    "tick": _on_tick,
+# Each event, the phases in which it counts, and what it does there.
+_STEPS: dict[str, tuple[frozenset[str], Callable[[Ring, Event, float], _Step]]] = {
+    "plan": (frozenset({Phase.WAITING}), _on_plan),
+    "granted": (frozenset({Phase.PREPARING}), _on_granted),
+    "loaded": (frozenset({Phase.LOADING}), _on_loaded),
+    "answered": (frozenset({Phase.PROBING}), _on_answered),
+    **dict.fromkeys(("trouble", "refused", "lost", "leaving"), (Phase.ACTIVE, _on_trouble)),
+    "yield": (Phase.ACTIVE, _on_yield),
+    "stopped": (frozenset({Phase.STOPPING}), _on_stopped),
+    "want": (Phase.ALL, _on_want),
+    "unwant": (Phase.ALL, _on_unwant),
+    "tick": (Phase.ALL, _on_tick),
 }
 
 
@@ -2063,7 +2008,7 @@ LEASE_S = 10.0  # a rank that hears nothing from its proposer for so long stops 
 
 def grant(held: Lease | None, *, model: str, proposer: str, generation: str, now: float) -> Lease:
     """A new lease, or the renewed one. Raises PlanError naming the holder when somebody else has it."""
-    if held and held.expires > now and held.generation != generation:
+    if held and held.expires > now and (held.proposer, held.generation) != (proposer, generation):
         raise PlanError(f"its lease belongs to {held.proposer} (generation {held.generation})", where=f"model {model}")
     return Lease(model=model, proposer=proposer, generation=generation, expires=now + LEASE_S)
 
@@ -2192,12 +2137,10 @@ def diagnose(code: int, tail: Sequence[str]) -> str:
         for line in reversed(tail):
             if re.search(pattern, line):
                 return f"{words} [{line.strip()[:160]}]"
-    number = -code if code < 0 else code - 128 if code > 128 else 0
-    if number in (9, 15):  # its own output says nothing about that
-        return _SIGNALS[number]
+    number = -code if code < 0 else max(0, code - 128)
     words = _SIGNALS.get(number, f"signal {number}" if number else f"it ended with exit code {code}")
-    last = next((line.strip() for line in reversed(tail) if line.strip()), "")
-    return words + (f" [{last[:160]}]" if last else "")
+    last = next((f" [{line.strip()[:160]}]" for line in reversed(tail) if line.strip()), "")
+    return words if number in (9, 15) else words + last  # killed: its own output says nothing about that
 
 
 # ======================================================================================================
@@ -2641,7 +2584,8 @@ class Surveyor:
 
     RECHECK_S = 10.0  # between two looks at model files, binaries and network addresses
 
-    def __init__(self, config: Config, name: str, folder: str) -> None:
+    def __init__(self, config: Config, name: str, folder: str, isolation: str) -> None:
+        """`isolation`: "" or why engines cannot be closed in."""
         self._config, self._node, self._cache = config, config.node(name), HashCache(folder)
         self._facts = NodeFacts(
             name=name,
@@ -2654,7 +2598,7 @@ class Surveyor:
             cores=probe_cores(),
             memory=probe_memory(),
             mesh_port=self._node.ports.mesh,
-            isolation=isolation_problem(),
+            isolation=isolation,
             engine_kind=config.engine.kind,
             ports=self._node.ports,
         )
@@ -2835,7 +2779,6 @@ def short_socket_path(path: str) -> Iterator[str]:
 # ======================================================================================================
 
 SERVICE_TYPE = "_shardbox._tcp.local."
-PROTOCOL = 1  # of control messages and services; another number is named, never guessed at
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -3569,7 +3512,7 @@ class Wire(_Station):
 
 
 # ======================================================================================================
-# 11. Engines: how they are spawned, closed in, watched and logged; then the rehearsal engine.
+# 11. Engine: how engines are spawned, closed in, watched and logged; then the rehearsal engine.
 # ======================================================================================================
 # node -> spawner -> one keeper an engine -> engine. Spawner and keepers are single-threaded forks of the node; a keeper
 # lives in its engine's network and makes the node's sockets there. When the node is killed, they see their channels end
@@ -4433,6 +4376,9 @@ def rehearse(argv: Sequence[str], environ: Mapping[str, str], *, hook: Rehearsal
     if "--version" in argv:
         print("version: rehearsal (shardbox)")
         return 0
+    if not argv:
+        print("rehearse: the first argument must be llama-server or llama-cli", file=sys.stderr)
+        return 2
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, signal.SIG_DFL)
     try:
@@ -4465,6 +4411,11 @@ WIRE_GRACE_S = 0.5  # from a broken wire to the alarm: the engine whose end brok
 WATCH_S = 1.0  # between two looks at a ring's ranks
 TWIN_HINT = "give this one another name: --node NAME, SHARDBOX_NODE or its hostname"
 Target = tuple[str, str, int]  # node, address, port
+
+
+def new_event() -> asyncio.Event:
+    """A function, so that asyncio is imported only by who needs it."""
+    return asyncio.Event()
 
 
 def keep_task(tasks: set[asyncio.Task[None]], work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
@@ -4521,24 +4472,19 @@ class Box:
         return await asyncio.get_running_loop().run_in_executor(self.pool, functools.partial(call, *args, **options))
 
 
-class DialConnector(aiohttp.BaseConnector):
-    """An aiohttp connector whose connections come from `dial(host)`, a blocking call that returns a socket."""
-
-    def __init__(self, dial: Callable[[str], socket.socket], pool: Executor) -> None:
-        super().__init__(limit=0, keepalive_timeout=30.0)
-        self._dial, self._pool = dial, pool
-
-    async def _create_connection(self, req: Any, traces: Any, timeout: Any) -> Any:
-        loop = asyncio.get_running_loop()
-        sock = await loop.run_in_executor(self._pool, self._dial, str(req.url.host))
-        sock.setblocking(False)
-        _, protocol = await loop.create_connection(self._factory, sock=sock)
-        return protocol
-
-
 def dialled_session(dial: Callable[[str], socket.socket], pool: Executor) -> aiohttp.ClientSession:
-    """An HTTP client without a time limit of its own; see DialConnector."""
-    return aiohttp.ClientSession(connector=DialConnector(dial, pool), timeout=aiohttp.ClientTimeout(total=None))
+    """An HTTP client without a time limit, whose connections come from `dial(host)`, a blocking call."""
+
+    class DialConnector(aiohttp.BaseConnector):  # here, so that aiohttp is imported only by who needs it
+        async def _create_connection(self, req: Any, traces: Any, timeout: Any) -> Any:
+            loop = asyncio.get_running_loop()
+            sock = await loop.run_in_executor(pool, dial, str(req.url.host))
+            sock.setblocking(False)
+            _, protocol = await loop.create_connection(self._factory, sock=sock)
+            return protocol
+
+    connector = DialConnector(limit=0, keepalive_timeout=30.0)
+    return aiohttp.ClientSession(connector=connector, timeout=aiohttp.ClientTimeout(total=None))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -4569,7 +4515,7 @@ class Peer:
     wall_skew_s: float = 0.0
     problem: str = ""
     twin: str = ""  # another machine that calls itself the same
-    news: asyncio.Event = dataclasses.field(default_factory=asyncio.Event)  # ask it now
+    news: asyncio.Event = dataclasses.field(default_factory=new_event)  # ask it now
     following: asyncio.Task[None] | None = None
 
 
@@ -4644,9 +4590,9 @@ class Peers:
         """The JSON answer of a node. Raises MeshError with its own words, or why it cannot be asked."""
         target = self.target(to) if isinstance(to, str) else to
         try:
-            async with asyncio.timeout(timeout_s):
-                async with self.session.request(method, self.url(target, path), json=body) as reply:
-                    data = await reply.json(content_type=None)
+            url = self.url(target, path)
+            async with asyncio.timeout(timeout_s), self.session.request(method, url, json=body) as reply:
+                data = await reply.json(content_type=None)
         except TimeoutError:
             raise MeshError(f"no answer within {format_duration(timeout_s)}", where=target[0]) from None
         except (aiohttp.ClientError, OSError, ValueError, RecursionError) as error:
@@ -4764,8 +4710,8 @@ class RankRun:
     exit_code: int | None = None
     problem: str = ""
     isolation_problem: str = ""
-    bound: asyncio.Event = dataclasses.field(default_factory=asyncio.Event)
-    exited: asyncio.Event = dataclasses.field(default_factory=asyncio.Event)
+    bound: asyncio.Event = dataclasses.field(default_factory=new_event)
+    exited: asyncio.Event = dataclasses.field(default_factory=new_event)
     starting: asyncio.Task[None] | None = None
     ending: asyncio.Task[None] | None = None
     tasks: set[asyncio.Task[None]] = dataclasses.field(default_factory=set)  # end with the run
@@ -4854,7 +4800,7 @@ class RankHost:
             if held and held.ending is None and held.lease.proposer != proposer:
                 raise PlanError(f"{box.name} is in a ring of {held.lease.proposer}", where=f"model {name}")
             return
-        if held and held.lease.generation == generation:
+        if held and (held.lease.proposer, held.lease.generation) == (proposer, generation):
             held.lease = lend(held.lease)
             return
         if held:  # of another proposer only when its lease ran out, but it has not been reaped yet
@@ -5332,7 +5278,7 @@ class Node:
 
     def __init__(self, *, config: Config, name: str, folder: str, secret: str, spawner: Spawner, demo: bool) -> None:
         self.demo = demo
-        self.surveyor = Surveyor(config, name, folder)
+        self.surveyor = Surveyor(config, name, folder, isolation_problem())
         self.box = box = Box(config, name, folder, self.surveyor.survey(own_bytes=0))
         self.stop = box.stop
         self.warnings: dict[str, str] = {}
@@ -5533,7 +5479,7 @@ class Node:
 
     # --- running -------------------------------------------------------------------------------------
 
-    async def run(self) -> None:
+    async def run(self, open_services: Callable[[Node], Awaitable[list[Callable[[], Awaitable[None]]]]]) -> None:
         """Serve until `stop` is set; raises ShardboxError when this node cannot start or go on."""
         cluster, port = self.box.config.cluster, self.box.settings.ports.mesh
         for address in [a.address for a in self.facts.addresses] if cluster.interfaces else ["0.0.0.0"]:
@@ -5542,7 +5488,7 @@ class Node:
             except OSError as error:
                 what = f"cannot listen on {address}:{port}: {error.strerror}"
                 raise UsageError(what, where="ports.mesh", hint=port_owner_hint(port)) from None
-        services = await start_services(self)
+        services = await open_services(self)
         self.peers.refresh()
         loops = [self._tick_loop, self._survey_loop, *([self._announce_loop] if cluster.discovery == "mdns" else [])]
         tasks = [keep_task(self.box.tasks, loop()) for loop in loops]
@@ -5650,7 +5596,7 @@ def peer_views(node: Node) -> list[PeerView]:
             continue
         view = PeerView(name=hint.node, state=state, address=hint.address, source="mdns", detail=detail)
         views.append(replace(view, version=hint.version))
-    missing = declared - {view.name for view in views}
+    missing = declared - {view.name for view in views if view.state not in ("foreign", "refused")}  # strangers
     absent = PeerView(name="", declared=True, state="missing", detail="in [[nodes]], never seen")
     views += [replace(absent, name=name) for name in missing]
     return sorted(views, key=lambda view: (view.state != "self", view.name))
@@ -5714,8 +5660,8 @@ def snapshot(node: Node) -> Snapshot:
 MAX_BODY_BYTES = 32 * MIB  # of a client's request, also when a peer passes it on
 MAX_MESSAGE_BYTES = 8 * MIB  # of an owner's request
 API_PATHS = ("/v1/chat/completions", "/v1/completions", "/v1/embeddings")
-Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
-Asked = Callable[[web.Request], Awaitable[Any]]  # a handler of control: its result goes out as JSON
+Handler: TypeAlias = "Callable[[web.Request], Awaitable[web.StreamResponse]]"
+Asked: TypeAlias = "Callable[[web.Request], Awaitable[Any]]"  # a handler of control: its result goes out as JSON
 
 
 async def start_services(node: Node) -> list[Callable[[], Awaitable[None]]]:
@@ -5748,7 +5694,7 @@ async def start_services(node: Node) -> list[Callable[[], Awaitable[None]]]:
 
 def service_app(prefix: str, limit: int, gets: Iterable[Asked], posts: Iterable[Asked]) -> web.Application:
     """Control routes named after their handlers, which return what is sent as JSON; failures: see control_errors."""
-    app = web.Application(client_max_size=limit, middlewares=[control_errors])
+    app = web.Application(client_max_size=limit, middlewares=[web.middleware(control_errors)])
     app.add_routes([web.get(f"{prefix}/{handler.__name__}", answering(handler)) for handler in gets])
     app.add_routes([web.post(f"{prefix}/{handler.__name__}", answering(handler)) for handler in posts])
     return app
@@ -5763,7 +5709,6 @@ def answering(asked: Asked) -> Handler:
     return handler
 
 
-@web.middleware
 async def control_errors(request: web.Request, handler: Handler) -> web.StreamResponse:
     """ShardboxError becomes 409 with its words; a bug becomes 500 and a traceback in the log."""
     try:
@@ -5977,6 +5922,8 @@ def find_configured(config: Config, name: str) -> ModelConfig:
 def status_address(cluster: str, node: str) -> str:
     """Where `status` asks: depends on cluster and node alone. Linux: an abstract socket, else a path."""
     name = f"shardbox/{cluster}/{node}"
+    if len(name) > 90:  # the kernel takes 107 bytes, macOS 103
+        name = f"shardbox/{digest([cluster, node])}"
     return f"\0{name}" if sys.platform == "linux" else f"/tmp/{name.replace('/', '-')}.status"
 
 
@@ -6047,12 +5994,12 @@ class Endpoint:
 
     def app(self) -> web.Application:
         """The routes."""
-        app = web.Application(client_max_size=MAX_BODY_BYTES, middlewares=[self.guard])
+        guard = web.middleware(functools.partial(self.guard))  # which a bound method does not let itself be marked as
+        app = web.Application(client_max_size=MAX_BODY_BYTES, middlewares=[guard])
         app.add_routes([web.get("/v1/models", self.models), web.get("/health", self.health)])
         app.add_routes([web.post(path, self.generate) for path in API_PATHS])
         return app
 
-    @web.middleware
     async def guard(self, request: web.Request, handler: Handler) -> web.StreamResponse:
         """Keys first; then every failure in OpenAI's shape."""
         try:
@@ -6385,10 +6332,12 @@ def judge_model(view: ModelView) -> tuple[int, str]:
             else ""
         )
     if view.phase == Phase.STOPPED:
-        return OK, f"{view.model} stopped by the operator"
+        return OK, f"{view.model} {view.reason or 'stopped'}"
     reason = view.reason or view.last_trouble or "no reason known"
     if view.phase == Phase.FAILED:
         return CRITICAL, f"{view.model} failed: {reason}"
+    if view.phase == Phase.SERVING:
+        reason = f"only {ranks}"
     words = f"{view.model} {view.phase} for {format_duration(view.seconds)}: {reason}"
     return (CRITICAL if view.overdue or view.phase == Phase.SERVING else WARNING), words
 
@@ -6416,7 +6365,7 @@ def status_line(snapshot: Snapshot) -> tuple[int, str]:
     waiting = sum(view.in_flight for view in snapshot.models)
     live = sum(peer.state in ("self", "live") for peer in snapshot.peers)
     data = f"ranks={ranks} tok_s={speed:.1f} nodes={live} in_flight={waiting}"
-    text = "; ".join(phrases).replace("|", "/").replace("\n", " ")
+    text = "".join(char if char.isprintable() else " " for char in "; ".join(phrases)).replace("|", "/")
     return code, f"SHARDBOX {STATUS_WORDS[code]} - {text} | {data}"
 
 
@@ -6532,26 +6481,15 @@ def plan_text(plan: ModelPlan | PlanError, name: str) -> str:
 CONFIG_NAME = "shardbox.toml"
 
 
-def config_places(environ: Mapping[str, str]) -> list[str]:
-    """Where a shardbox.toml is looked for, in order."""
-    program = sys.executable if getattr(sys, "frozen", False) else os.path.abspath(__file__)
-    if environ.get("SHARDBOX_CONFIG"):
-        return [environ["SHARDBOX_CONFIG"]]
-    return [CONFIG_NAME, os.path.join(os.path.dirname(program), CONFIG_NAME), f"/etc/shardbox/{CONFIG_NAME}"]
-
-
 def load_config(path: str | None) -> Config:
-    """Read and check the configuration. Raises ConfigError or UsageError."""
-    places = [path] if path else config_places(os.environ)
-    found = next(
-        (place for place in places if path or os.environ.get("SHARDBOX_CONFIG") or os.path.exists(place)), None
-    )
+    """The checked configuration: of `path`, SHARDBOX_CONFIG, or the first place that has one. Raises ConfigError or
+    UsageError."""
+    program = sys.executable if getattr(sys, "frozen", False) else os.path.abspath(__file__)
+    places = [CONFIG_NAME, os.path.join(os.path.dirname(program), CONFIG_NAME), f"/etc/shardbox/{CONFIG_NAME}"]
+    found = path or os.environ.get("SHARDBOX_CONFIG") or next(filter(os.path.exists, places), None)
     if found is None:
-        raise UsageError(
-            "no configuration found",
-            where=", ".join(places),
-            hint="give it with --config FILE; config.example.toml shows what goes in",
-        )
+        hint = "give it with --config FILE; config.example.toml shows what goes in"
+        raise UsageError("no configuration found", where=", ".join(places), hint=hint)
     try:
         with open(found, "rb") as file:
             data = file.read(MAX_CONFIG_BYTES + 1)
@@ -6562,16 +6500,14 @@ def load_config(path: str | None) -> Config:
 
 def node_name(config: Config, given: str | None) -> str:
     """This node's name: --node, SHARDBOX_NODE, or the hostname, short or full. Raises UsageError."""
-    said = given or os.environ.get("SHARDBOX_NODE")
-    declared = [node.name for node in config.nodes]
+    said = (given or os.environ.get("SHARDBOX_NODE") or "").lower()
     host = socket.gethostname().lower()
-    candidates = [said.lower()] if said else [host, host.split(".")[0]]
-    for name in candidates:
-        if name in declared:
-            return name
-        full = [node for node in declared if node.split(".")[0] == name and not said]
-        if len(full) == 1:
-            return full[0]
+    candidates = [said] if said else [host, host.partition(".")[0]]
+    declared = [node.name for node in config.nodes]
+    exact = [name for name in candidates if name in declared]
+    short = [name for name in declared if name.partition(".")[0] == candidates[-1] and not said]
+    if exact or len(short) == 1:
+        return (exact or short)[0]
     if declared:
         raise UsageError(
             f"no node {candidates[0]!r} in [[nodes]]; there are: {', '.join(declared)}",
@@ -6589,54 +6525,43 @@ def read_secret(config: Config) -> str:
     if config.cluster.secret:
         return config.cluster.secret
     path = os.path.join(config.folder, config.cluster.secret_file)
+    where = f"cluster.secret_file: {path}"
     try:
         with open(path, encoding="utf-8") as file:
             secret = file.read(4096).strip()
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "not a text file"
-        raise UsageError(
-            f"cannot be read: {reason}",
-            where=f"cluster.secret_file: {path}",
-            hint=f"make one with `shardbox secret > {config.cluster.secret_file}`, and copy it to every box",
-        ) from None
+        hint = f"make one with `shardbox secret > {config.cluster.secret_file}`, and copy it to every box"
+        raise UsageError(f"cannot be read: {reason}", where=where, hint=hint) from None
     if len(secret) < SECRET_CHARACTERS:
-        raise UsageError(
-            f"has fewer than {SECRET_CHARACTERS} characters",
-            where=f"cluster.secret_file: {path}",
-            hint="make a good one with `shardbox secret`",
-        )
+        what, hint = f"has fewer than {SECRET_CHARACTERS} characters", "make a good one with `shardbox secret`"
+        raise UsageError(what, where=where, hint=hint)
     return secret
 
 
-class UnixConnection(http.client.HTTPConnection):
-    """HTTP to the control socket of this box's node."""
-
-    def __init__(self, path: str, timeout: float) -> None:
-        super().__init__("shardbox", timeout=timeout)
-        self._path = path
-
-    def connect(self) -> None:
-        """Open the socket; OSError where nobody listens."""
-        self.sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        self.sock.settimeout(self.timeout)
-        with short_socket_path(self._path) as path:
-            self.sock.connect(path)
+class NodeDown(ShardboxError):
+    """The node on this box does not run or does not answer."""
 
 
-def ask_node(config: Config, name: str, method: str, path: str, body: Any = None, timeout_s: float = 60.0) -> Any:
+def ask_node(config: Config, name: str, method: str, path: str, body: Any = None) -> Any:
     """What this box's node answers to its owner. Raises ShardboxError, also when it is not running."""
-    connection = UnixConnection(control_path(state_folder(config.cluster.name, name)), timeout_s)
+    from http.client import HTTPConnection, HTTPException  # with what it imports, too slow for `status`
+
+    connection = HTTPConnection("shardbox")
+    connection.sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    connection.sock.settimeout(60.0)
     try:
+        with short_socket_path(control_path(state_folder(config.cluster.name, name))) as short:
+            connection.sock.connect(short)
         connection.request(method, path, json.dumps(body) if body is not None else None)
         reply = connection.getresponse()
         data = json.loads(reply.read())
     except (FileNotFoundError, ConnectionRefusedError):
         raise NodeDown(f"node {name} is not running on this box", hint="start it with `shardbox up`") from None
     except PermissionError:
-        raise UsageError(
-            "the control socket belongs to another user", hint="run this as the user who runs `shardbox up`"
-        ) from None
-    except (OSError, ValueError, http.client.HTTPException) as error:
+        what, hint = "the control socket belongs to another user", "run this as the user who runs `shardbox up`"
+        raise UsageError(what, hint=hint) from None
+    except (OSError, ValueError, HTTPException) as error:
         raise NodeDown(f"node {name} does not answer: {error}", hint="see its log") from None
     finally:
         connection.close()
@@ -6646,33 +6571,24 @@ def ask_node(config: Config, name: str, method: str, path: str, body: Any = None
     return data
 
 
-class NodeDown(ShardboxError):
-    """The node on this box does not run or does not answer."""
-
-
 def read_status(config: Config, name: str, timeout_s: float) -> Snapshot:
     """The snapshot of this box's node, as any user. Raises NodeDown, or UsageError for an impostor."""
-    deadline = time.monotonic() + timeout_s
-    chunks: list[bytes] = []
-    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as sock:
-        try:
+    deadline, chunks = time.monotonic() + timeout_s, [b""]
+    try:
+        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as sock:
             sock.settimeout(timeout_s)
             sock.connect(status_address(config.cluster.name, name))
             check_status_owner(sock, config)
-            while True:
+            while len(chunks) == 1 or chunks[-1]:
                 sock.settimeout(max(0.01, deadline - time.monotonic()))
-                chunk = sock.recv(1 << 16)
-                if not chunk:
-                    break
-                chunks.append(chunk)
-        except (FileNotFoundError, ConnectionRefusedError):
-            raise NodeDown(f"node {name} is not running on this box", hint="start it with `shardbox up`") from None
-        except TimeoutError:
-            raise NodeDown(f"node {name} accepts but says nothing within {timeout_s:g} s") from None
-        except OSError as error:
-            raise NodeDown(f"node {name} broke off: {error.strerror}") from None
-    try:
+                chunks.append(sock.recv(1 << 16))
         return from_json(Snapshot, json.loads(b"".join(chunks)), "status")
+    except (FileNotFoundError, ConnectionRefusedError):
+        raise NodeDown(f"node {name} is not running on this box", hint="start it with `shardbox up`") from None
+    except TimeoutError:
+        raise NodeDown(f"node {name} accepts but says nothing within {timeout_s:g} s") from None
+    except OSError as error:
+        raise NodeDown(f"node {name} broke off: {error.strerror}") from None
     except ValueError:
         raise NodeDown(f"node {name} broke off in the middle of its answer") from None
 
@@ -6683,19 +6599,32 @@ def check_status_owner(sock: socket.socket, config: Config) -> None:
         return
     _, uid, _ = struct.unpack("3i", sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
     if uid not in (0, os.geteuid(), os.stat(config.file).st_uid):
-        raise UsageError(
-            f"user {uid} answers for this node, who owns neither it nor {config.file}",
-            hint="run `status` as the user who runs `up`, or give that user the TOML",
-        )
+        hint = "run `status` as the user who runs `up`, or give that user the TOML"
+        raise UsageError(f"user {uid} answers for this node, who owns neither it nor {config.file}", hint=hint)
 
 
-# --- commands: each returns its exit code ----------------------------------------------------------------
+# --- commands: each returns its exit code; its docstring is its help --------------------------------------
 
 
-def run_up(config: Config, name: str, *, demo: bool = False) -> int:
-    """The node in the foreground, until SIGTERM, Ctrl-C or `down`."""
+def with_config(run: Callable[..., int]) -> Callable[..., int]:
+    """A command that is given the configuration and this node's name for --config and --node."""
+
+    @functools.wraps(run)
+    def command(config_path: str | None, node: str | None, **settings: Any) -> int:
+        config = load_config(config_path)
+        return run(config, node_name(config, node), **settings)
+
+    return command
+
+
+@with_config
+def cmd_up(config: Config, name: str, detach: bool) -> int:
+    """Run this box's node until `down`, SIGTERM or Ctrl-C."""
     secret = read_secret(config)
     folder = state_folder(config.cluster.name, name)
+    os.makedirs(folder, mode=0o700, exist_ok=True)
+    if detach:
+        return detach_up(config, name, os.path.join(folder, "node.log"))
     os.makedirs(os.path.join(folder, "logs"), mode=0o700, exist_ok=True)
     with one_node_only(folder, name):
         stop_leftovers(folder)
@@ -6703,7 +6632,7 @@ def run_up(config: Config, name: str, *, demo: bool = False) -> int:
         spawner = Spawner.start()  # likewise
         sys.setswitchinterval(1e-4)  # the wires' threads must not wait for the event loop's (mesh measurements)
         try:
-            asyncio.run(_run_node(config, name, folder, secret, spawner, demo))
+            asyncio.run(_run_node(config, name, folder, secret, spawner))
         finally:
             spawner.close()
             with contextlib.suppress(FileNotFoundError):
@@ -6711,7 +6640,8 @@ def run_up(config: Config, name: str, *, demo: bool = False) -> int:
     return 0
 
 
-async def _run_node(config: Config, name: str, folder: str, secret: str, spawner: Spawner, demo: bool) -> None:
+async def _run_node(config: Config, name: str, folder: str, secret: str, spawner: Spawner) -> None:
+    demo = bool(os.environ.get("SHARDBOX_DEMO"))
     node = Node(config=config, name=name, folder=folder, secret=secret, spawner=spawner, demo=demo)
     loop = asyncio.get_running_loop()
 
@@ -6731,23 +6661,19 @@ async def _run_node(config: Config, name: str, folder: str, secret: str, spawner
         log.warning("%s", node.warnings["keys"])
     if node.facts.isolation and config.node(name).engine.isolate == "auto" and sys.platform == "linux":
         log.warning("engines cannot be closed in, their ports are open: %s", node.facts.isolation)
-    await node.run()
+    await node.run(start_services)
 
 
 @contextlib.contextmanager
 def one_node_only(folder: str, name: str) -> Iterator[None]:
-    """Hold the node's lock file. Raises UsageError when another `up` holds it."""
-    import fcntl
-
+    """Hold the node's lock file. Raises ShardboxError when another `up` holds it."""
     with open(os.path.join(folder, "lock"), "a+") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
             file.seek(0)
-            raise ShardboxError(
-                f"node {name} already runs on this box (pid {file.read().strip() or '?'})",
-                hint="`shardbox down` ends it",
-            ) from None
+            what = f"node {name} already runs on this box (pid {file.read().strip() or '?'})"
+            raise ShardboxError(what, hint="`shardbox down` ends it") from None
         file.truncate(0)
         file.write(str(os.getpid()))
         file.flush()
@@ -6768,46 +6694,80 @@ def stop_leftovers(folder: str) -> None:
         log.warning("engines.json of an earlier run cannot be read: %r", error)
 
 
-def run_status(config_path: str | None, node: str | None, timeout_s: float, as_json: bool, brief: bool) -> int:
+def start_node(config: Config, name: str, log_path: str) -> subprocess.Popen[bytes]:
+    """`up` as a process of its own that writes to a file."""
+    command = [*self_command(), "up", "--config", config.file, "--node", name]
+    with open(log_path, "ab") as output:
+        return subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=output, stderr=output, start_new_session=True)
+
+
+def last_words(log_path: str, characters: int) -> str:
+    """The end of a node's log."""
+    with open(log_path, encoding="utf-8", errors="replace") as file:
+        return file.read()[-characters:].strip()
+
+
+def detach_up(config: Config, name: str, log_path: str) -> int:
+    """Start `up` in the background and wait until it answers. Raises ShardboxError with its last words."""
+    child = start_node(config, name, log_path)
+    for _ in range(300):
+        if child.poll() is not None:
+            last = "; ".join(last_words(log_path, 2000).splitlines()[-3:])
+            raise ShardboxError(last or f"it ended with {child.returncode}", where=log_path)
+        with contextlib.suppress(ShardboxError):
+            read_status(config, name, 1.0)
+            print(f"node {name} runs in the background (pid {child.pid}), its log is {log_path}")
+            return 0
+        time.sleep(0.1)
+    raise ShardboxError("it runs, but does not answer after 30 s", where=log_path)
+
+
+@with_config
+def cmd_down(config: Config, name: str, everywhere: bool) -> int:
+    """End this box's node and the rings it is part of."""
+    try:
+        reply = ask_node(config, name, "POST", "/down?all=1" if everywhere else "/down")
+    except NodeDown as error:
+        if "not running" not in error.what:
+            raise
+        print(f"node {name} is not running")
+        return 0
+    for peer, answer in reply["told"].items():
+        print(f"{peer}: {answer}")
+    deadline = time.monotonic() + 30
+    while time.monotonic() < deadline:
+        try:
+            with one_node_only(state_folder(config.cluster.name, name), name):
+                print(f"{name}: down")
+                return 0
+        except ShardboxError:
+            time.sleep(0.1)
+    raise ShardboxError(f"node {name} is still ending after 30 s", hint="see its log")
+
+
+def cmd_status(config_path: str | None, node: str | None, timeout_s: float, as_json: bool, brief: bool) -> int:
     """How the cluster is. Exit code: 0 OK, 1 WARNING, 2 CRITICAL, 3 UNKNOWN (the monitoring-plugins convention)."""
+    data = {}
     try:
         if math.isnan(timeout_s):
             raise UsageError("--timeout must be a number of seconds")
         config = load_config(config_path)
-        name = node_name(config, node)
-        snapshot = read_status(config, name, timeout_s)
+        snapshot = read_status(config, node_name(config, node), timeout_s)
         code, line = status_line(snapshot)
-        if as_json:
-            print(json.dumps({"code": code, "status": STATUS_WORDS[code], "line": line, **to_json(snapshot)}, indent=2))
-        else:
-            print(status_text(snapshot, verbose=not brief))
-        return code
-    except NodeDown as error:
-        return _status_failure(CRITICAL, error, as_json)
+        data, text = to_json(snapshot), status_text(snapshot, verbose=not brief)
     except ShardboxError as error:
-        return _status_failure(UNKNOWN, error, as_json)
-
-
-def _status_failure(code: int, error: ShardboxError, as_json: bool) -> int:
-    line = f"SHARDBOX {STATUS_WORDS[code]} - {str(error).splitlines()[0]}"
-    if as_json:
-        print(json.dumps({"code": code, "status": STATUS_WORDS[code], "line": line}))
-    else:
-        print("\n".join([line, *str(error).splitlines()[1:]]))
+        code = CRITICAL if isinstance(error, NodeDown) else UNKNOWN
+        text = f"SHARDBOX {STATUS_WORDS[code]} - {error}"
+        line = text.splitlines()[0]
+    head = {"code": code, "status": STATUS_WORDS[code], "line": line}
+    print(json.dumps({**head, **data}, indent=2) if as_json else text)
     return code
 
 
-def run_plan(config: Config, name: str, facts_file: str | None, as_json: bool) -> int:
-    """`plan`: from live facts of the running cluster, this box alone, or a file."""
-    if facts_file:
-        facts = read_facts(facts_file)
-    else:
-        try:
-            reply = ask_node(config, name, "GET", "/nodes")
-            facts = [from_json(NodeFacts, item, "facts") for item in reply["facts"]]
-        except NodeDown:
-            print(f"node {name} is not up: planning for this box alone", file=sys.stderr)
-            facts = [survey_once(config, name)]
+def cmd_plan(config_path: str | None, node: str | None, as_json: bool, facts_file: str | None) -> int:
+    """Which node would hold which layers, and why."""
+    config = load_config(config_path)
+    facts = read_facts(facts_file) if facts_file else live_facts(config, node_name(config, node))
     plans = plan_all(config, facts)
     if as_json:
         body = {
@@ -6821,153 +6781,183 @@ def run_plan(config: Config, name: str, facts_file: str | None, as_json: bool) -
     return 1 if any(isinstance(plan, PlanError) for plan in plans.values()) else 0
 
 
+def live_facts(config: Config, name: str) -> list[NodeFacts]:
+    """Facts of the running cluster, or of this box alone where no node is up."""
+    try:
+        reply = ask_node(config, name, "GET", "/nodes")
+        return [from_json(NodeFacts, item, "facts") for item in reply["facts"]]
+    except NodeDown:
+        print(f"node {name} is not up: planning for this box alone", file=sys.stderr)
+        return [survey_once(config, name)]
+
+
 def survey_once(config: Config, name: str) -> NodeFacts:
     """This box's facts, without a running node; model files are not hashed."""
     folder = state_folder(config.cluster.name, name)
     try:
         os.makedirs(folder, mode=0o700, exist_ok=True)
     except OSError as error:
-        raise UsageError(
-            f"cannot be written: {error.strerror}",
-            where=folder,
-            hint="run as the user who runs `up`, or set SHARDBOX_STATE",
-        ) from None
-    surveyor = Surveyor(config, name, folder)
-    try:
+        hint = "run as the user who runs `up`, or set SHARDBOX_STATE"
+        raise UsageError(f"cannot be written: {error.strerror}", where=folder, hint=hint) from None
+    with contextlib.closing(Surveyor(config, name, folder, isolation_problem())) as surveyor:
         return surveyor.survey(own_bytes=0)
-    finally:
-        surveyor.close()
 
 
 def read_facts(path: str) -> list[NodeFacts]:
-    """Facts from a file: what `nodes --json` or `plan --json` prints. Raises UsageError or MessageError."""
+    """Facts from a file: what `nodes --json` or `plan --json` prints. Raises UsageError."""
+    hint = "`shardbox nodes --json` writes one"
     try:
         with open(path, "rb") as file:
             data = json.load(file)
+        items = data.get("facts") if isinstance(data, dict) else data
+        if not isinstance(items, list):
+            raise UsageError('has no list "facts"', where=path, hint=hint)
+        facts = [from_json(NodeFacts, item, f"{path}: facts[{n}]") for n, item in enumerate(items)]
     except OSError as error:
         raise UsageError(f"cannot be read: {error.strerror}", where=path) from None
-    except ValueError:
-        raise UsageError("is not JSON", where=path, hint="`shardbox nodes --json` writes one") from None
-    items = data.get("facts") if isinstance(data, dict) else data
-    if not isinstance(items, list):
-        raise UsageError('has no list "facts"', where=path, hint="`shardbox nodes --json` writes one")
-    return [from_json(NodeFacts, item, f"{path}: facts[{n}]") for n, item in enumerate(items)]
+    except (ValueError, RecursionError):
+        raise UsageError("is not JSON", where=path, hint=hint) from None
+    except MessageError as error:
+        raise UsageError(error.what, where=error.where, hint=hint) from None
+    twice = [name for name, count in Counter(node.name for node in facts).items() if count > 1]
+    if twice:
+        raise UsageError(f"has node {twice[0]} twice", where=path)
+    return facts
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Finding:
-    """One line of `check`: ok, warn or fail, and what to do."""
+@with_config
+def cmd_nodes(config: Config, name: str, as_json: bool) -> int:
+    """Who was found, and what is wrong with those who do not take part."""
+    reply = ask_node(config, name, "GET", "/nodes")
+    views = [from_json(PeerView, item, "nodes") for item in reply["nodes"]]
+    print(json.dumps(reply, indent=2) if as_json else peers_table(views))
+    return 0
 
-    level: str
-    what: str
-    hint: str = ""
+
+@with_config
+def cmd_logs(config: Config, name: str, target: str, model: str, lines: int) -> int:
+    """Engine logs of one node, or of all, from any box."""
+    query = urllib.parse.urlencode({"node": target.lower(), "model": model, "lines": lines})
+    reply = ask_node(config, name, "GET", f"/logs?{query}")
+    print("\n\n".join(f"==> {path} <==\n{text}" for path, text in reply.items()) or "no engine has run yet")
+    return 0
 
 
-def check_box(config: Config, facts: NodeFacts, running: bool) -> list[Finding]:
-    """This box alone: binaries, models, memory, ports, isolation, addresses."""
-    found = [Finding(level="ok", what=f"{config.file} is well-formed (hash {config.hash})")]
+@with_config
+def cmd_start(config: Config, name: str, model: str, wanted: bool = True) -> int:
+    """Serve a model that was stopped, has failed, or does not start by itself."""
+    reply = ask_node(config, name, "POST", "/want", {"model": model, "wanted": wanted})
+    print(f"{reply['model']}: {'starting' if wanted else 'stopping'}; `shardbox status` shows how far it is")
+    return 0
+
+
+def cmd_stop(**settings: str) -> int:
+    """Stop serving a model on the whole cluster; the nodes stay up."""
+    return cmd_start(**settings, wanted=False)
+
+
+@with_config
+def cmd_check(config: Config, name: str, as_json: bool) -> int:
+    """Preflight: this box, and every pair of boxes in both directions."""
+    secret = read_secret(config)
+    try:
+        reply = ask_node(config, name, "GET", "/check")
+        found = check_box(config, from_json(NodeFacts, reply["facts"][0], "facts"))
+    except NodeDown:
+        facts = survey_once(config, name)
+        found = [*check_box(config, facts), *check_own_ports(config, facts)]
+        problem = f"node {name} is not up: no other box could try to reach it"
+        found.append(finding("", problem, hint="`shardbox up` here and there, then check again", level="warn"))
+        reply = asyncio.run(reach_outward(config, facts, secret))
+    found += check_pairs(config, reply)
+    failed = any(item["level"] == "fail" for item in found)
+    if as_json:
+        print(json.dumps({"ok": not failed, "findings": found}, indent=2))
+        return 1 if failed else 0
+    for item in found:
+        print(f"{item['level']:4}  {item['what']}")
+        if item["hint"] and item["level"] != "ok":
+            print(f"      hint: {item['hint']}")
+    return 1 if failed else 0
+
+
+def finding(subject: str, problem: str, good: str = "", *, hint: str = "", level: str = "fail") -> dict[str, str]:
+    """One line of `check`: the problem at this level (warn or fail); where there is none, what is ok."""
+    return {"level": level if problem else "ok", "what": subject + (problem or good), "hint": hint}
+
+
+def check_box(config: Config, facts: NodeFacts) -> list[dict[str, str]]:
+    """This box alone: binaries, models, memory, isolation, addresses."""
+    rehearsal = config.engine.kind == "rehearsal"
+    found = [finding(f"{config.file} is well-formed (hash {config.hash})", "")]
     for binary in facts.binaries:
-        line = f"{binary.role} binary {binary.path or ROLE_BINARIES[binary.role]}: "
-        found.append(
-            Finding(
-                level="fail" if binary.problem else "ok",
-                hint=binary.hint,
-                what=line + (binary.problem or binary.version),
-            )
-        )
-    if config.engine.kind == "rehearsal":
-        found.append(Finding(level="warn", what='engine kind is "rehearsal": no model will be loaded'))
+        path = binary.path or ROLE_BINARIES[binary.role]
+        found.append(finding(f"{binary.role} binary {path}: ", binary.problem, binary.version, hint=binary.hint))
+    if rehearsal:
+        found.append(finding('engine kind is "rehearsal": ', "no model will be loaded", level="warn"))
     for copy in facts.models:
         model = config.model(copy.name)
-        stand_in = config.engine.kind == "rehearsal" and model is not None and model.rehearse is not None
-        what = copy.problem or f"{copy.path}, {format_size(copy.size_bytes)}"
-        level = "ok" if not copy.problem else "warn" if stand_in else "fail"
-        found.append(Finding(level=level, what=f"model {copy.name}: {what}", hint=copy.hint))
-    found.append(
-        Finding(
-            level="ok",
-            what=f"memory: {format_size(facts.memory.available_bytes)} of "
-            f"{format_size(facts.memory.total_bytes)} available ({facts.memory.source}); "
-            f"{len(facts.gpus)} GPUs{f' ({facts.gpu_note})' if facts.gpu_note else ''}",
-        )
-    )
-    found.append(
-        Finding(
-            level="warn" if facts.isolation else "ok",
-            what=facts.isolation or "engines can be closed in: only the forwarder reaches their ports",
-        )
-    )
-    _, left_out = local_addresses(config.cluster.interfaces)
+        level = "warn" if rehearsal and model is not None and model.rehearse is not None else "fail"
+        good = f"{copy.path}, {format_size(copy.size_bytes)}"
+        found.append(finding(f"model {copy.name}: ", copy.problem, good, hint=copy.hint, level=level))
+    memory, note = facts.memory, f" ({facts.gpu_note})" if facts.gpu_note else ""
+    good = f"{format_size(memory.available_bytes)} of {format_size(memory.total_bytes)} available ({memory.source})"
+    found.append(finding(f"memory: {good}; {len(facts.gpus)} GPUs{note}", ""))
+    good = "engines can be closed in: only the forwarder reaches their ports"
+    found.append(finding("", facts.isolation, good, level="warn"))
+    left_out = "; ".join(local_addresses(config.cluster.interfaces)[1])
     shown = ", ".join(f"{a.address} ({a.interface}{', ' + a.note if a.note else ''})" for a in facts.addresses)
-    found.append(
-        Finding(
-            level="ok" if facts.addresses else "fail",
-            what=f"addresses: {shown or 'none that may be used'}",
-            hint="; ".join(left_out),
-        )
-    )
-    if not running:
-        found += check_own_ports(config, facts)
+    found.append(finding("addresses: ", "" if shown else "none that may be used", shown, hint=left_out))
     return found
 
 
-def check_own_ports(config: Config, facts: NodeFacts) -> list[Finding]:
+def check_own_ports(config: Config, facts: NodeFacts) -> list[dict[str, str]]:
     """Whether the ports that `up` will take are free."""
     found = []
-    for key in ("mesh", "api"):
-        port = getattr(facts.ports, key)
-        with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as sock:
-            sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            try:
-                sock.bind(("0.0.0.0" if key == "mesh" else config.api.bind, port))
-                found.append(Finding(level="ok", what=f"port {port} ({key}) is free"))
-            except OSError as error:
-                found.append(
-                    Finding(level="fail", what=f"port {port} ({key}): {error.strerror}", hint=port_owner_hint(port))
-                )
+    for key, bind, port in (("mesh", "0.0.0.0", facts.ports.mesh), ("api", config.api.bind, facts.ports.api)):
+        problem = port_problem(bind, port)
+        hint = port_owner_hint(port) if problem else ""
+        found.append(finding(f"port {port} ({key})", problem and f": {problem}", " is free", hint=hint))
     return found
 
 
-def check_pairs(config: Config, reply: dict[str, Any]) -> list[Finding]:
+def port_problem(bind: str, port: int) -> str:
+    """Why nobody can listen there now; "" where it is free."""
+    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as sock:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            sock.bind((bind, port))
+        except OSError as error:
+            return error.strerror or str(error)
+    return ""
+
+
+def check_pairs(config: Config, reply: dict[str, Any]) -> list[dict[str, str]]:
     """Every pair of nodes in both directions, versions, configurations, model contents and clocks."""
     found = []
-    for item in reply["pairs"]:
-        pair = from_json(Reach, item, "pairs")
-        line = f"{pair.source} -> {pair.target} at {pair.address}: "
-        good = f"reached, secret proved, {pair.rtt_ms:.1f} ms"
-        found.append(
-            Finding(level="fail" if pair.problem else "ok", what=line + (pair.problem or good), hint=pair.hint)
-        )
+    for pair in (from_json(Reach, item, "pairs") for item in reply["pairs"]):
+        subject, good = f"{pair.source} -> {pair.target} at {pair.address}: ", "reached, secret proved, "
+        found.append(finding(subject, pair.problem, f"{good}{pair.rtt_ms:.1f} ms", hint=pair.hint))
     facts = [from_json(NodeFacts, item, "facts") for item in reply["facts"]]
-    for label, values in (
-        ("shardbox.toml", {node.name: node.config_hash for node in facts}),
-        ("shardbox version", {node.name: node.version for node in facts}),
-        *(
-            (
-                f"content of {model.path}",
-                {node.name: node.model(model.name).root for node in facts if node.model(model.name).root},
-            )
-            for model in config.models
-        ),
-        *(
-            (
-                f"{role} binary's build",
-                {node.name: node.binary(role).commit for node in facts if node.binary(role).commit},
-            )
-            for role in ENGINE_ROLES
-        ),
-    ):
-        if len(set(values.values())) > 1:
-            listing = ", ".join(f"{node} {value}" for node, value in sorted(values.items()))
-            found.append(
-                Finding(level="fail", what=f"{label} differs: {listing}", hint="make them the same everywhere")
-            )
-        elif len(values) > 1:
-            found.append(Finding(level="ok", what=f"{label}: the same on {', '.join(sorted(values))}"))
+    compared = {
+        "shardbox.toml": {node.name: node.config_hash for node in facts},
+        "shardbox version": {node.name: node.version for node in facts},
+    }
+    for model in config.models:
+        compared[f"content of {model.path}"] = {node.name: node.model(model.name).root for node in facts}
+    for role in ENGINE_ROLES:
+        compared[f"{role} binary's build"] = {node.name: node.binary(role).commit for node in facts}
+    for label, given in compared.items():
+        values = {node: value for node, value in sorted(given.items()) if value}
+        listing = ", ".join(f"{node} {value}" for node, value in values.items())
+        problem = f" differs: {listing}" if len(set(values.values())) > 1 else ""
+        if len(values) > 1:
+            good, hint = f": the same on {', '.join(values)}", "make them the same everywhere" if problem else ""
+            found.append(finding(label, problem, good, hint=hint))
     for name, skew in reply["clock_skew_s"].items():
-        found.append(Finding(level="ok", what=f"clock of {name}: {skew:+.1f} s (nothing depends on it)"))
+        found.append(finding(f"clock of {name}: {skew:+.1f} s (nothing depends on it)", ""))
     if reply["discovery"]:
-        found.append(Finding(level="warn", what=reply["discovery"], hint="give each node an `address`"))
+        found.append(finding("", reply["discovery"], hint="give each node an `address`", level="warn"))
     return found
 
 
@@ -6978,163 +6968,23 @@ async def reach_outward(config: Config, facts: NodeFacts, secret: str) -> dict[s
         for node in config.nodes
         if node.address
     ]
-    problem = ""
+    cluster, problem = config.cluster.name, ""
     if config.cluster.discovery == "mdns":
-        discovery = Discovery(
-            config.cluster.name, facts.name, facts.machine, facts.mesh_port, lambda: None, advertise=False
-        )
+        discovery = Discovery(cluster, facts.name, facts.machine, facts.mesh_port, lambda: None, advertise=False)
         await discovery.announce(tuple(address.address for address in facts.addresses))
         await asyncio.sleep(SETTLE_S)
         problem = discovery.problem
-        hints += [hint for hint in discovery.hints.values() if hint.cluster == config.cluster.name]
+        hints += [hint for hint in discovery.hints.values() if hint.cluster == cluster]
         await discovery.close()
 
     def refuse(peer: str, service: str) -> typing.NoReturn:
         raise MeshError("this node is not up", kind="refused")
 
-    mesh = Mesh(keys=mesh_keys(secret, config.cluster.name, facts.name), open_service=refuse)
+    mesh = Mesh(keys=mesh_keys(secret, cluster, facts.name), open_service=refuse)
     with ThreadPoolExecutor(max_workers=16) as pool:
         pairs = await reach_all(config, facts.name, hints, mesh, pool)
     mesh.close()
     return {"pairs": to_json(pairs), "facts": [to_json(facts)], "clock_skew_s": {}, "discovery": problem}
-
-
-def run_check(config: Config, name: str, as_json: bool) -> int:
-    """`check`: 0 when nothing failed, 1 otherwise."""
-    secret = read_secret(config)
-    try:
-        reply = ask_node(config, name, "GET", "/check")
-    except NodeDown:
-        reply = None
-    facts = from_json(NodeFacts, reply["facts"][0], "facts") if reply else survey_once(config, name)
-    found = check_box(config, facts, running=reply is not None)
-    if reply is None:
-        found.append(
-            Finding(
-                level="warn",
-                what=f"node {name} is not up: no other box could try to reach it",
-                hint="`shardbox up` here and there, then check again",
-            )
-        )
-        reply = asyncio.run(reach_outward(config, facts, secret))
-    found += check_pairs(config, reply)
-    failed = any(finding.level == "fail" for finding in found)
-    if as_json:
-        print(json.dumps({"ok": not failed, "findings": to_json(found)}, indent=2))
-    else:
-        for finding in found:
-            print(f"{finding.level:4}  {finding.what}")
-            if finding.hint and finding.level != "ok":
-                print(f"      hint: {finding.hint}")
-    return 1 if failed else 0
-
-
-def run_down(config: Config, name: str, everywhere: bool) -> int:
-    """`down`: ask the node to end and wait until it has."""
-    folder = state_folder(config.cluster.name, name)
-    try:
-        reply = ask_node(config, name, "POST", "/down?all=1" if everywhere else "/down")
-    except NodeDown as error:
-        if "not running" not in error.what:
-            raise
-        print(f"node {name} is not running")
-        return 0
-    for peer, answer in reply["told"].items():
-        print(f"{peer}: {answer}")
-    deadline = time.monotonic() + 30
-    while time.monotonic() < deadline:
-        try:
-            with one_node_only(folder, name):
-                print(f"{name}: down")
-                return 0
-        except ShardboxError:
-            time.sleep(0.1)
-    raise ShardboxError(f"node {name} is still ending after 30 s", hint="see its log")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Setting:
-    """One option or argument of a command, as click.Option or click.Argument takes it."""
-
-    names: tuple[str, ...]
-    more: dict[str, Any]
-
-
-def option(*names: str, **more: Any) -> Setting:
-    """An option; names without a dash make it an argument."""
-    return Setting(names=names, more=more)
-
-
-CONFIG = option("--config", "config_path", metavar="FILE", help="The TOML (default: see the README).")
-NODE = option("--node", metavar="NAME", help="Which [[nodes]] entry this box is (default: its hostname).")
-JSON = option("--json", "as_json", is_flag=True, help="Print JSON.")
-MODEL = option("model", metavar="MODEL")
-
-
-def cmd_up(config_path: str | None, node: str | None, detach: bool) -> int:
-    """Run this box's node until `down`, SIGTERM or Ctrl-C."""
-    config = load_config(config_path)
-    name = node_name(config, node)
-    return detach_up(config, name) if detach else run_up(config, name, demo=bool(os.environ.get("SHARDBOX_DEMO")))
-
-
-def cmd_down(config_path: str | None, node: str | None, everywhere: bool) -> int:
-    """End this box's node and the rings it is part of."""
-    config = load_config(config_path)
-    return run_down(config, node_name(config, node), everywhere)
-
-
-def cmd_plan(config_path: str | None, node: str | None, as_json: bool, facts_file: str | None) -> int:
-    """Which node would hold which layers, and why."""
-    config = load_config(config_path)
-    return run_plan(config, "" if facts_file else node_name(config, node), facts_file, as_json)
-
-
-def cmd_nodes(config_path: str | None, node: str | None, as_json: bool) -> int:
-    """Who was found, and what is wrong with those who do not take part."""
-    config = load_config(config_path)
-    reply = ask_node(config, node_name(config, node), "GET", "/nodes")
-    views = [from_json(PeerView, item, "nodes") for item in reply["nodes"]]
-    print(json.dumps(reply, indent=2) if as_json else peers_table(views))
-    return 0
-
-
-def cmd_logs(config_path: str | None, node: str | None, target: str, model: str, lines: int) -> int:
-    """Engine logs of one node, or of all, from any box."""
-    config = load_config(config_path)
-    query = urllib.parse.urlencode({"node": target.lower(), "model": model, "lines": lines})
-    reply = ask_node(config, node_name(config, node), "GET", f"/logs?{query}")
-    print("\n\n".join(f"==> {path} <==\n{text}" for path, text in reply.items()) or "no engine has run yet")
-    return 0
-
-
-def cmd_start(config_path: str | None, node: str | None, model: str) -> int:
-    """Serve a model that was stopped, has failed, or does not start by itself."""
-    return want_model(config_path, node, model, True)
-
-
-def cmd_stop(config_path: str | None, node: str | None, model: str) -> int:
-    """Stop serving a model on the whole cluster; the nodes stay up."""
-    return want_model(config_path, node, model, False)
-
-
-def want_model(config_path: str | None, node: str | None, model: str, wanted: bool) -> int:
-    """Pass the operator's word on to this box's node, which passes it round."""
-    config = load_config(config_path)
-    reply = ask_node(config, node_name(config, node), "POST", "/want", {"model": model, "wanted": wanted})
-    print(f"{reply['model']}: {'starting' if wanted else 'stopping'}; `shardbox status` shows how far it is")
-    return 0
-
-
-def cmd_check(config_path: str | None, node: str | None, as_json: bool) -> int:
-    """Preflight: this box, and every pair of boxes in both directions."""
-    config = load_config(config_path)
-    return run_check(config, node_name(config, node), as_json)
-
-
-def cmd_demo(once: bool, count: int) -> int:
-    """A whole cluster on this machine with the rehearsal engine: no model needed."""
-    return run_demo(once=once or not sys.stdin.isatty(), count=count)
 
 
 def cmd_secret() -> int:
@@ -7149,90 +6999,37 @@ def cmd_version() -> int:
     return 0
 
 
-def build_cli() -> Any:
-    """The click group, from a table: command -> (what runs, its settings, an example)."""
-    import click
-
-    common = (CONFIG, NODE)
-    table: dict[str, tuple[Callable[..., int], tuple[Setting, ...], str]] = {
-        "up": (cmd_up, (*common, option("--detach", is_flag=True, help="Go on in the background, with a log file.")),
-               "up --config /etc/shardbox/shardbox.toml"),
-        "down": (cmd_down, (*common, option("--all", "everywhere", is_flag=True, help="On every box of the cluster.")),
-                 "down --all"),
-        "status": (run_status, (*common, JSON,
-                   option("--timeout", "timeout_s", default=10.0, metavar="SECONDS", type=click.FloatRange(0.1, 3600),
-                          help="Then give up and say CRITICAL (default 10)."),
-                   option("--brief", is_flag=True, help="Only the first line.")), "status --brief"),
-        "plan": (cmd_plan, (*common, JSON, option("--facts", "facts_file", metavar="FILE",
-                 help="Plan from this file instead of the live cluster.")), "plan --facts facts.json"),
-        "nodes": (cmd_nodes, (*common, JSON), "nodes --json > facts.json"),
-        "logs": (cmd_logs, (*common, option("target", required=False, default="", metavar="[NODE]"),
-                 option("--model", default="", metavar="NAME", help="Only this model's engines."),
-                 option("-n", "--lines", default=100, type=click.IntRange(1, 10000),
-                        help="Last lines of each log (default 100).")), "logs beta --model qwq-32b -n 50"),
-        "start": (cmd_start, (*common, MODEL), "start qwq-32b"),
-        "stop": (cmd_stop, (*common, MODEL), "stop qwq-32b"),
-        "check": (cmd_check, (*common, JSON), "check"),
-        "demo": (cmd_demo, (option("--once", is_flag=True, help="End after one answer (also without a terminal)."),
-                 option("--nodes", "count", default=3, type=click.IntRange(1, 8), help="How many nodes (default 3).")),
-                 "demo --once"),
-        "secret": (cmd_secret, (), "secret > cluster.secret"),
-        "version": (cmd_version, (), "version"),
-    }  # fmt: skip
-    summary = "Run a language model that is too big for any one of your machines, on all of them together."
-    group = click.Group("shardbox", help=summary, context_settings={"help_option_names": ["-h", "--help"]})
-    for name, (run, settings, example) in table.items():
-        params: list[click.Parameter] = [
-            (click.Option if setting.names[0].startswith("-") else click.Argument)(list(setting.names), **setting.more)
-            for setting in settings
-        ]
-        epilog = f"Example: shardbox {example}"
-        group.add_command(click.Command(name, params=params, callback=run, help=run.__doc__, epilog=epilog))
-    return group
-
-
-def detach_up(config: Config, name: str) -> int:
-    """Start `up` in the background and wait until it answers. Raises ShardboxError with its last words."""
-    read_secret(config)
-    folder = state_folder(config.cluster.name, name)
-    os.makedirs(folder, mode=0o700, exist_ok=True)
-    path = os.path.join(folder, "node.log")
-    with open(path, "ab") as output:
-        child = subprocess.Popen(
-            [*self_command(), "up", "--config", config.file, "--node", name],
-            stdin=subprocess.DEVNULL,
-            stdout=output,
-            stderr=output,
-            start_new_session=True,
-        )
-    for _ in range(300):
-        if child.poll() is not None:
-            with open(path, encoding="utf-8", errors="replace") as file:
-                last = file.read()[-2000:].strip().splitlines()[-3:]
-            raise ShardboxError("; ".join(last) or f"it ended with {child.returncode}", where=path)
-        with contextlib.suppress(ShardboxError):
-            read_status(config, name, 1.0)
-            print(f"node {name} runs in the background (pid {child.pid}), its log is {path}")
-            return 0
-        time.sleep(0.1)
-    raise ShardboxError("it runs, but does not answer after 30 s", where=path)
-
-
 # --- demo ------------------------------------------------------------------------------------------------
 
 DEMO_TIMEOUT_S = 60
 DEMO_NAMES = ("alpha", "beta", "gamma", "delta", "epsilon", "zeta", "eta", "theta")
+DEMO_TOML = """
+cluster = {{name = "demo-{pid}", secret = "{secret}", discovery = "{discovery}", interfaces = ["{loopback}"]}}
+engine = {{kind = "rehearsal"}}
+[[models]]
+name = "demo-32b"
+path = "demo-32b.gguf"
+context = 2048
+rehearse = {{layers = 64, width = 5120, bytes = "20GiB"}}
+"""
+DEMO_NODE_TOML = """
+[[nodes]]
+name = "{name}"
+memory = "9GiB"
+gpu_memory = 0
+address = "{address}"
+ports = {{mesh = {ports[0]}, api = {ports[1]}, data = {ports[2]}, signal = {ports[3]}}}
+"""
 
 
 def multicast_works() -> bool:
     """Whether a multicast datagram on loopback comes back, as mDNS between nodes of one box needs."""
     group, address = "224.0.0.251", "127.0.0.1"
+    member = socket.inet_aton(group) + socket.inet_aton(address)
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:
         try:
             sock.bind(("", 0))
-            sock.setsockopt(
-                socket.IPPROTO_IP, socket.IP_ADD_MEMBERSHIP, socket.inet_aton(group) + socket.inet_aton(address)
-            )
+            sock.setsockopt(socket.IPPROTO_IP, socket.IP_ADD_MEMBERSHIP, member)
             sock.setsockopt(socket.IPPROTO_IP, socket.IP_MULTICAST_IF, socket.inet_aton(address))
             sock.settimeout(0.5)
             sock.sendto(b"shardbox", (group, sock.getsockname()[1]))
@@ -7243,88 +7040,43 @@ def multicast_works() -> bool:
 
 def demo_config(count: int, mdns: bool, ports: Sequence[int], secret: str) -> str:
     """The TOML of the demo: `count` nodes of 9 GiB, and a model of 20 GiB that none of them could hold."""
-    lines = [
-        "[cluster]",
-        f'name = "demo-{os.getpid()}"',
-        f'secret = "{secret}"',
-        f'discovery = "{"mdns" if mdns else "static"}"',
-        'interfaces = ["lo"]' if sys.platform == "linux" else 'interfaces = ["lo0"]',
-        "[engine]",
-        'kind = "rehearsal"',
-        "",
-    ]
-    for n, name in enumerate(DEMO_NAMES[:count]):
-        mesh, api, data, signal_base = ports[4 * n : 4 * n + 4]
-        lines += ["[[nodes]]", f'name = "{name}"', 'memory = "9GiB"']
-        lines += [] if mdns else ['address = "127.0.0.1"']
-        lines += ["[nodes.ports]", f"mesh = {mesh}", f"api = {api}", f"data = {data}", f"signal = {signal_base}", ""]
-    lines += [
-        "[[models]]",
-        'name = "demo-32b"',
-        'path = "demo-32b.gguf"',
-        "context = 2048",
-        'rehearse = {layers = 64, width = 5120, bytes = "20GiB"}',
-        "",
-    ]
-    return "\n".join(lines)
+    discovery, address = ("mdns", "") if mdns else ("static", "127.0.0.1")
+    loopback = "lo" if sys.platform == "linux" else "lo0"
+    head = DEMO_TOML.format(pid=os.getpid(), secret=secret, discovery=discovery, loopback=loopback)
+    return head + "".join(
+        DEMO_NODE_TOML.format(name=name, address=address, ports=ports[4 * n : 4 * n + 4])
+        for n, name in enumerate(DEMO_NAMES[:count])
+    )
 
 
 def free_port_blocks(count: int) -> list[int]:
     """Four free ports or bases for each node: mesh, api, data and signal blocks of PORT_BLOCK."""
     result: list[int] = []
-    base = 20000 + (os.getpid() * 37) % 20000
-    while len(result) < 4 * count:
-        wanted = range(base, base + 2 + 2 * PORT_BLOCK)
-        if all(_port_is_free(port) for port in wanted):
+    size = 2 + 2 * PORT_BLOCK
+    for base in range(20000 + (os.getpid() * 37) % 20000, 60000, size):
+        if not any(port_problem("0.0.0.0", port) for port in range(base, base + size)):
             result += [base, base + 1, base + 2, base + 2 + PORT_BLOCK]
-        base += len(wanted)
-        if base > 60000:
-            raise ShardboxError(
-                "no block of free ports on this machine", hint="end what listens between 20000 and 60000"
-            )
-    return result
+        if len(result) == 4 * count:
+            return result
+    raise ShardboxError("no block of free ports on this machine", hint="end what listens between 20000 and 60000")
 
 
-def _port_is_free(port: int) -> bool:
-    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as sock:
-        try:
-            sock.bind(("0.0.0.0", port))
-            return True
-        except OSError:
-            return False
-
-
-def run_demo(*, once: bool, count: int) -> int:
-    """Three nodes here: discovery, plan, ring, one streamed answer, the status table."""
-    mdns = multicast_works()
+def cmd_demo(once: bool, count: int) -> int:
+    """A whole cluster on this machine with the rehearsal engine: no model needed."""
+    mdns, names = multicast_works(), DEMO_NAMES[:count]
+    children: list[subprocess.Popen[bytes]] = []
     with tempfile.TemporaryDirectory(prefix="shardbox-demo-") as folder:
         path = os.path.join(folder, CONFIG_NAME)
         with open(os.open(path, os.O_WRONLY | os.O_CREAT, 0o600), "w") as file:
             file.write(demo_config(count, mdns, free_port_blocks(count), secrets.token_urlsafe(32)))
         config = load_config(path)
-        env = {**os.environ, "SHARDBOX_STATE": os.path.join(folder, "state"), "SHARDBOX_DEMO": "1"}
-        os.environ["SHARDBOX_STATE"] = env["SHARDBOX_STATE"]
-        print(
-            f"{count} nodes on this machine, found by {'mDNS' if mdns else 'static addresses (no multicast here)'}, "
-            "rehearsal engines (no model is loaded)",
-            flush=True,
-        )
-        children = []
+        os.environ.update(SHARDBOX_STATE=os.path.join(folder, "state"), SHARDBOX_DEMO="1")
+        way = "mDNS" if mdns else "static addresses (no multicast here)"
+        print(f"{count} nodes on this machine, found by {way}, rehearsal engines (no model is loaded)", flush=True)
         try:
-            for node in config.nodes:
-                log_file = open(os.path.join(folder, f"{node.name}.log"), "wb")  # noqa: SIM115 - the child keeps it
-                children.append(
-                    subprocess.Popen(
-                        [*self_command(), "up", "--config", path, "--node", node.name],
-                        env=env,
-                        stdin=subprocess.DEVNULL,
-                        stdout=log_file,
-                        stderr=subprocess.STDOUT,
-                        start_new_session=True,
-                    )
-                )
-                log_file.close()
-            return _watch_demo(config, folder, children, once)
+            children += (start_node(config, name, os.path.join(folder, f"{name}.log")) for name in names)
+            watch_demo(config, folder, children)
+            return show_demo(config, once or not sys.stdin.isatty())
         except KeyboardInterrupt:
             return 0
         finally:
@@ -7337,67 +7089,107 @@ def run_demo(*, once: bool, count: int) -> int:
                     child.kill()
 
 
-def _watch_demo(config: Config, folder: str, children: Sequence[subprocess.Popen[bytes]], once: bool) -> int:
-    """Show progress until the model answers, then one answer and the status."""
-    names, started, said = [node.name for node in config.nodes], time.monotonic(), ""
-    snapshot = None
-    while True:
+def watch_demo(config: Config, folder: str, children: Sequence[subprocess.Popen[bytes]]) -> None:
+    """Show progress until the model answers. Raises ShardboxError where it does not."""
+    names, started, said, judged = [node.name for node in config.nodes], time.monotonic(), "", ""
+    while time.monotonic() - started <= DEMO_TIMEOUT_S:
         for name, child in zip(names, children, strict=True):
             if child.poll() is not None:
-                with open(os.path.join(folder, f"{name}.log"), encoding="utf-8", errors="replace") as file:
-                    raise ShardboxError(f"{name} ended: {file.read()[-1500:].strip()}")
+                raise ShardboxError(f"{name} ended: {last_words(os.path.join(folder, f'{name}.log'), 1500)}")
         with contextlib.suppress(NodeDown):
             snapshot = read_status(config, names[0], 2.0)
+            code, judged = status_line(snapshot)
             found = [peer.name for peer in snapshot.peers if peer.state in ("self", "live")]
             view = snapshot.models[0]
-            text = f"found {', '.join(found)}; {view.model} is {view.phase}" + (
-                f" ({view.reason})" if view.reason else ""
-            )
-            text = re.sub(r" \(\d+ s more\)", "", text)
+            reason = re.sub(r" \(\d+ s more\)", "", f" ({view.reason})" if view.reason else "")
+            text = f"found {', '.join(found)}; {view.model} is {view.phase}{reason}"
             if text != said:
                 print(f"{time.monotonic() - started:5.1f} s  {text}", flush=True)
                 said = text
-            if status_line(snapshot)[0] == OK and len(found) == len(names):
-                break
-        if time.monotonic() - started > DEMO_TIMEOUT_S:
-            raise ShardboxError(
-                f"the demo's ring did not form within {DEMO_TIMEOUT_S} s",
-                hint=status_line(snapshot)[1] if snapshot else said,
-            )
+            if code == OK and len(found) == len(names):
+                return
         time.sleep(0.1)
-    return _show_demo(config, names, once)
+    raise ShardboxError(f"the demo's ring did not form within {DEMO_TIMEOUT_S} s", hint=judged)
 
 
-def _show_demo(config: Config, names: Sequence[str], once: bool) -> int:
-    port = config.node(names[-1]).ports.api
-    print(f"\nasking {names[-1]}, which leads nothing: POST http://127.0.0.1:{port}/v1/chat/completions\n", flush=True)
-    body = {
-        "model": "demo-32b",
-        "stream": True,
-        "max_tokens": 48,
-        "messages": [{"role": "user", "content": "What is this?"}],
-    }
-    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
-    connection.request("POST", "/v1/chat/completions", json.dumps(body), {"Content-Type": "application/json"})
-    reply = connection.getresponse()
-    if reply.status != 200:
-        raise ShardboxError(f"the endpoint answered {reply.status}: {reply.read()[:500].decode(errors='replace')}")
-    for line in reply:
-        if line.startswith(b"data: {"):
-            event = json.loads(line[6:])
+def show_demo(config: Config, once: bool) -> int:
+    """One streamed answer from the last node, which leads nothing, and the status; then wait for Ctrl-C."""
+    from http.client import HTTPConnection
+
+    last, path = config.nodes[-1], "/v1/chat/completions"
+    url = f"http://127.0.0.1:{last.ports.api}{path}"
+    print(f"\nasking {last.name}, which leads nothing: POST {url}\n", flush=True)
+    question = {"messages": [{"role": "user", "content": "What is this?"}], "max_tokens": 48}
+    body = json.dumps({"model": config.models[0].name, "stream": True, **question})
+    with contextlib.closing(HTTPConnection("127.0.0.1", last.ports.api, timeout=60)) as connection:
+        connection.request("POST", path, body, {"Content-Type": "application/json"})
+        reply = connection.getresponse()
+        if reply.status != 200:
+            said = reply.read()[:500].decode(errors="replace")
+            raise ShardboxError(f"the endpoint answered {reply.status}: {said}")
+        for line in reply:
+            event = json.loads(line[6:]) if line.startswith(b"data: {") else {"choices": []}
             if "error" in event:
                 raise ShardboxError(str(event["error"].get("message")))
             for choice in event["choices"]:
                 print(choice["delta"].get("content") or "", end="", flush=True)
-    connection.close()
     print("\n")
-    snapshot = read_status(config, names[0], 5.0)
+    snapshot = read_status(config, config.nodes[0].name, 5.0)
     print(status_text(snapshot), flush=True)
     if not once:
         print("\nCtrl-C ends the demo.")
-        while True:
-            time.sleep(3600)
+        signal.pause()
     return status_line(snapshot)[0]
+
+
+# --- the program -----------------------------------------------------------------------------------------
+
+
+def build_cli() -> Any:
+    """The click group. A command's first word in its example is its name, its function's docstring its help."""
+    import click
+
+    def option(*names: str, **more: Any) -> click.Option:
+        return click.Option(names, **more)
+
+    def add(run: Callable[..., int], example: str, *params: click.Parameter) -> None:
+        epilog, name = f"Example: shardbox {example}", example.partition(" ")[0]
+        group.add_command(click.Command(name, params=list(params), callback=run, help=run.__doc__, epilog=epilog))
+
+    common = (
+        option("--config", "config_path", metavar="FILE", help="The TOML (default: see the README)."),
+        option("--node", metavar="NAME", help="Which [[nodes]] entry this box is (default: its hostname)."),
+    )
+    readable = (*common, option("--json", "as_json", is_flag=True, help="Print JSON."))
+    detach = option("--detach", is_flag=True, help="Go on in the background, with a log file.")
+    everywhere = option("--all", "everywhere", is_flag=True, help="On every box of the cluster.")
+    help_timeout, seconds = "Then give up and say CRITICAL (default 10).", click.FloatRange(0.1, 3600)
+    timeout = option("--timeout", "timeout_s", default=10.0, metavar="SECONDS", type=seconds, help=help_timeout)
+    brief = option("--brief", is_flag=True, help="Only the first line.")
+    facts = option("--facts", "facts_file", metavar="FILE", help="Plan from this file instead of the live cluster.")
+    target = click.Argument(["target"], required=False, default="", metavar="[NODE]")
+    of_model = option("--model", default="", metavar="NAME", help="Only this model's engines.")
+    lines_help, many = "Last lines of each log (default 100).", click.IntRange(1, 10000)
+    lines = option("-n", "--lines", default=100, type=many, help=lines_help)
+    model = click.Argument(["model"], metavar="MODEL")
+    once = option("--once", is_flag=True, help="End after one answer (also without a terminal).")
+    count = option("--nodes", "count", default=3, type=click.IntRange(1, 8), help="How many nodes (default 3).")
+
+    summary = "Run a language model that is too big for any one of your machines, on all of them together."
+    group = click.Group("shardbox", help=summary, context_settings={"help_option_names": ["-h", "--help"]})
+    add(cmd_up, "up --config /etc/shardbox/shardbox.toml", *common, detach)
+    add(cmd_down, "down --all", *common, everywhere)
+    add(cmd_status, "status --brief", *readable, timeout, brief)
+    add(cmd_plan, "plan --facts facts.json", *readable, facts)
+    add(cmd_nodes, "nodes --json > facts.json", *readable)
+    add(cmd_logs, "logs beta --model qwq-32b -n 50", *common, target, of_model, lines)
+    add(cmd_start, "start qwq-32b", *common, model)
+    add(cmd_stop, "stop qwq-32b", *common, model)
+    add(cmd_check, "check", *readable)
+    add(cmd_demo, "demo --once", once, count)
+    add(cmd_secret, "secret > cluster.secret")
+    add(cmd_version, "version")
+    return group
 
 
 def restore_environment() -> None:
@@ -7420,12 +7212,23 @@ def main(argv: Sequence[str] | None = None) -> int:
         return rehearse(args[1:], os.environ)
     for name in ("aiohttp.server", "zeroconf"):  # a client's broken HTTP or a vanished address is no bug of ours
         logging.getLogger(name).setLevel(logging.CRITICAL)
+    level = os.environ.get("SHARDBOX_LOG", "INFO").upper()
     logging.basicConfig(
-        level=os.environ.get("SHARDBOX_LOG", "INFO").upper(),
+        level=level if level in logging.getLevelNamesMapping() else "INFO",
         stream=sys.stderr,
         format="%(asctime)s %(levelname)s %(message)s",
         datefmt="%H:%M:%S",
     )
+    code = run_command(args)
+    try:
+        print(end="", flush=True)
+    except BrokenPipeError:  # its reader has left: nobody to complain to, also not at exit
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return code
+
+
+def run_command(args: list[str]) -> int:
+    """The exit code of one command; an error is printed with its hint."""
     import click
 
     try:
@@ -7442,8 +7245,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     except ShardboxError as error:
         print(error, file=sys.stderr)
         return error.exit_code
-    except BrokenPipeError:
-        return 0
 
 
 if __name__ == "__main__":

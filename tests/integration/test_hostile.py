@@ -85,7 +85,12 @@ class Node:
 
     def owner(self, method: str, path: str, body: Any = None) -> tuple[int, bytes]:
         """A request to the control socket."""
-        return http_ask(shardbox.UnixConnection(self.control, PATIENCE_S), method, path, body, {})
+        connection = http.client.HTTPConnection("shardbox")
+        connection.sock = socket.socket(socket.AF_UNIX)
+        connection.sock.settimeout(PATIENCE_S)
+        with shardbox.short_socket_path(self.control) as short:
+            connection.sock.connect(short)
+        return http_ask(connection, method, path, body, {})
 
     def dial(self, port: int) -> socket.socket:
         return socket.create_connection((HERE, port), PATIENCE_S)

@@ -11,7 +11,6 @@ import pytest
 from shardbox import build_cli
 
 README = Path(__file__).parents[2] / "README.md"
-landing = pytest.mark.xfail(not README.exists(), strict=False, reason="README.md has not landed yet")
 CLI: Any = build_cli()
 OPTIONS = [
     (name, option)
@@ -26,19 +25,16 @@ def readme() -> str:
     return README.read_text(encoding="utf-8")
 
 
-@landing
 @pytest.mark.parametrize("name", sorted(CLI.commands))
 def test_readme_names_every_command(name: str) -> None:
     assert re.search(rf"`(shardbox )?{name}\b", readme()) or re.search(rf"(?m)^\s*\$? ?shardbox {name}\b", readme())
 
 
-@landing
 @pytest.mark.parametrize(("name", "option"), OPTIONS, ids=[f"{name} {option}" for name, option in OPTIONS])
 def test_readme_names_every_option(name: str, option: str) -> None:
     assert re.search(rf"(?<![\w-]){re.escape(option)}(?![\w-])", readme())
 
 
-@landing
 @pytest.mark.parametrize(
     ("code", "words"),
     [
@@ -55,7 +51,6 @@ def test_readme_says_what_every_exit_code_means(code: str, words: str) -> None:
     assert any(re.search(rf"(?<![\w.]){code}(?![\w.])", line) and re.search(words, line) for line in lines)
 
 
-@landing
 @pytest.mark.parametrize("name", ["SHARDBOX_CONFIG", "SHARDBOX_NODE", "SHARDBOX_STATE", "SHARDBOX_LOG"])
 def test_readme_names_every_environment_variable(name: str) -> None:
     assert name in readme()

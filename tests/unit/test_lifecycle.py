@@ -370,7 +370,6 @@ def test_want_while_the_ring_still_stops_starts_it_again() -> None:
     assert (it.ring.phase, it.ring.wanted) == (Phase.WAITING, True)
 
 
-@pytest.mark.xfail(strict=True, reason="an operator's start while the last failure is torn down is forgotten: failed")
 def test_want_while_the_last_failure_is_torn_down_is_tried_afresh() -> None:
     it = Driver()
     for _ in range(QUICK_FAILURES - 1):
@@ -492,7 +491,6 @@ def test_grant_after_it_ran_out_to_the_former_holder() -> None:
     assert ask(held, now=held.expires + 5).generation == "g1"
 
 
-@pytest.mark.xfail(strict=True, reason="only the generation is compared: another member that knows it takes the lease")
 def test_grant_of_the_same_generation_to_another_proposer_is_refused() -> None:
     with pytest.raises(PlanError, match="belongs to alpha"):
         ask(ask(None), proposer="beta")

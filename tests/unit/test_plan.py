@@ -28,6 +28,7 @@ from shardbox import (
     NodeFacts,
     PlanError,
     RehearseConfig,
+    coarse,
     demo_config,
     first_layers,
     fit_gpu,
@@ -316,7 +317,6 @@ def test_plan_no_leader_binary_anywhere_is_refused() -> None:
     assert "llama-server" in error.hint
 
 
-@pytest.mark.xfail(strict=True, reason='"no node can lead: " names nobody: workers are not in left_out')
 def test_plan_no_leader_binary_anywhere_says_why_for_each_node() -> None:
     error = refusal([without_leader(box(name, 9 * GIB, EIGHT), f"{name} lacks a library") for name in "ab"])
     assert "a lacks a library" in error.what
@@ -328,7 +328,6 @@ def test_plan_leader_by_hand_that_is_away_is_named() -> None:
     assert error.what == "its leader beta is not reachable"
 
 
-@pytest.mark.xfail(strict=True, reason="a leader by hand that can only work is called not reachable")
 def test_plan_leader_by_hand_without_its_binary_says_so() -> None:
     boxes = [box("alpha", 9 * GIB, EIGHT), without_leader(box("beta", 9 * GIB, EIGHT))]
     error = refusal(boxes, leader="beta")
@@ -369,7 +368,6 @@ def test_plan_copy_not_hashed_yet_takes_part() -> None:
     assert set(layers(plan(boxes))) == {"a", "b"}
 
 
-@pytest.mark.xfail(strict=True, reason="nodes that may not hold the model still vote on which content counts")
 def test_plan_copies_on_nodes_that_may_not_hold_it_have_no_vote() -> None:
     """Two boxes that the model may not use keep an old download: the one that may use it has the only copy."""
     roots = {"a": "new", "b": "old", "c": "old"}
@@ -412,7 +410,6 @@ def ram_of(rank: Any) -> int:
     return int(rank.weights_bytes + rank.kv_bytes + rank.buffer_bytes - rank.gpu_bytes)
 
 
-@pytest.mark.xfail(strict=True, reason="room on a card is spent on what must be in memory: ends, buffers, part layers")
 @pytest.mark.parametrize(
     ("memory_bytes", "gpu_bytes", "model"),
     [
@@ -482,7 +479,6 @@ def test_plan_all_running_ring_keeps_what_it_has() -> None:
     assert layers(second) == {"alpha": 8}
 
 
-@pytest.mark.xfail(strict=True, reason="`taken` counts memory only: a card is given to every model in full")
 def test_plan_all_shares_a_card_between_models() -> None:
     settings_, *_ = two_models()
     small = shape(layers=8, layer_bytes=GIB)
@@ -518,7 +514,6 @@ def test_plan_of_the_demo_is_a_ring_of_three() -> None:
     assert found.world == 3
 
 
-@pytest.mark.xfail(strict=True, reason="the demo's nodes of 9 GiB get the real card on top, and one holds it all")
 def test_plan_of_the_demo_on_a_box_with_a_card_is_a_ring_of_three() -> None:
     found = plan_model(demo(), demo().models[0], demo_facts(gpus=(card(23 * GIB),)))
     assert found.world == 3
@@ -578,7 +573,6 @@ def test_plan_of_server_that_cannot_lead_says_why() -> None:
     assert server.why.startswith("cannot lead: error while loading shared libraries: libcudart.so.12")
 
 
-@pytest.mark.xfail(strict=True, reason="the reason says no one node has the room, though one has and cannot lead")
 def test_plan_of_server_that_cannot_lead_gives_a_true_reason() -> None:
     found = plan_model(*load("server-that-cannot-lead"))
     assert "too much for any one node (" not in found.reason
@@ -689,7 +683,9 @@ def test_plan_of_equal_layers_uses_the_fewest_nodes(rooms: list[int], count: int
     model = shape(layers=count, layer_bytes=256 * MIB)
     facts = [box(f"n{n}", room * 256 * MIB, model) for n, room in enumerate(rooms)]
     costs = model_costs(model, 128)
-    usable = sorted((int(room * 256 * MIB * (1 - HEADROOM)) for room in rooms), reverse=True)
+    usable = [int(room * 256 * MIB * (1 - HEADROOM)) for room in rooms]
+    assume(len({coarse(room) for room in usable}) == len(rooms))  # nodes that are nearly equal lead by name
+    usable.sort(reverse=True)
     layer = 256 * MIB + costs.layer_kv_bytes
     holds = [max(0, (room - costs.fixed_bytes(leader=n == 0)) // layer) for n, room in enumerate(usable)]
     fewest = next((n for n in range(1, len(holds) + 1) if sum(holds[:n]) >= count and n <= count), None)
@@ -700,7 +696,6 @@ def test_plan_of_equal_layers_uses_the_fewest_nodes(rooms: list[int], count: int
 
 @settings(max_examples=80, deadline=None, derandomize=True)
 @given(st.lists(st.tuples(st.integers(4, 60), st.integers(0, 60)), min_size=1, max_size=4), st.integers(1, 30))
-@pytest.mark.xfail(strict=True, reason="room on a card is spent on what must be in memory: ends, buffers, part layers")
 def test_plan_of_any_boxes_with_cards_overruns_no_memory(rooms: list[tuple[int, int]], count: int) -> None:
     model = shape(layers=count, layer_bytes=600 * MIB, ends_bytes=GIB)
     facts = [
