@@ -5291,6 +5291,7 @@ class Node:
         self.rings = Rings(box, self.host, self.peers, self._tell_news)
         self.control: Any = None  # makes a protocol for a peer's connection; set by start_services()
         self.callers: dict[int, str] = {}  # descriptor of a mesh connection's local end -> who is there
+        self._formed: set[str] = set()  # models that were served while this node was up
         self._plans: dict[str, ModelPlan | PlanError] = {}
         self._plans_key = ""
         self._loop = asyncio.get_running_loop()
@@ -5411,6 +5412,8 @@ class Node:
                 traffic.unanswered_since = 0.0
             self.rings.post(name, Event(kind="tick", reason=self.rings.lagging(name)))
             rival = self.led_elsewhere(name)
+            if Phase.SERVING in (ring.phase, rival.phase if rival else ""):
+                self._formed.add(name)
             if ring.plan and ring.phase in Phase.ACTIVE and rival and rival.phase in Phase.ACTIVE:
                 own = precedence(ring.phase, ring.plan.world, ring.plan.leader)
                 if precedence(rival.phase, rival.world, rival.leader) < own:
@@ -5448,7 +5451,7 @@ class Node:
         declared = [node.name for node in self.box.config.nodes if not model.nodes or node.name in model.nodes]
         missing = [name for name in declared if name not in live]
         left = self.box.config.cluster.form_wait_s - (now - self.box.started)
-        if missing and left > 0:
+        if missing and left > 0 and model.name not in self._formed:
             return f"waiting for {', '.join(missing)} ({left:.0f} s more)"
         return "looking for other nodes" if not declared and now - self.peers.newest < SETTLE_S else ""
 
