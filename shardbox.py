@@ -2603,6 +2603,7 @@ class Surveyor:
             ports=self._node.ports,
         )
         self._checked = 0.0
+        self._left_out: tuple[str, ...] = ()  # addresses that are not used, each with its reason
         self._known: dict[str, tuple[Any, Any]] = {}  # probe -> what its files looked like, and what it said
         self._progress: dict[str, int] = {}
         self._roots: dict[str, tuple[str, str]] = {}  # model -> (content hash, problem)
@@ -2620,7 +2621,10 @@ class Surveyor:
         return replace(self._facts, models=tuple(map(self._with_root, self._facts.models)))
 
     def _look(self) -> NodeFacts:
-        addresses, _ = local_addresses(self._config.cluster.interfaces)
+        addresses, left_out = local_addresses(self._config.cluster.interfaces)
+        for sentence in [sentence for sentence in left_out if sentence not in self._left_out]:
+            log.info("not used: %s", sentence)
+        self._left_out = left_out
         gpus, note = ((), "") if self._node.gpu_memory_bytes == 0 else probe_gpus()
         models = tuple(map(self._model, self._config.models))
         roles = ENGINE_ROLES if self._config.engine.kind == "prima" else ()
@@ -6908,10 +6912,10 @@ def check_box(config: Config, facts: NodeFacts) -> list[dict[str, str]]:
     found.append(finding(f"memory: {good}; {len(facts.gpus)} GPUs{note}", ""))
     good = "engines can be closed in: only the forwarder reaches their ports"
     found.append(finding("", facts.isolation, good, level="warn"))
-    left_out = "; ".join(local_addresses(config.cluster.interfaces)[1])
     shown = ", ".join(f"{a.address} ({a.interface}{', ' + a.note if a.note else ''})" for a in facts.addresses)
-    found.append(finding("addresses: ", "" if shown else "none that may be used", shown, hint=left_out))
-    return found
+    hint = "name the interface in [cluster] interfaces"
+    found.append(finding("addresses: ", "" if shown else "none that may be used", shown, hint=hint))
+    return found + [finding(f"not used: {text}", "") for text in local_addresses(config.cluster.interfaces)[1]]
 
 
 def check_own_ports(config: Config, facts: NodeFacts) -> list[dict[str, str]]:
@@ -7215,7 +7219,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return rehearse(args[1:], os.environ)
     for name in ("aiohttp.server", "zeroconf"):  # a client's broken HTTP or a vanished address is no bug of ours
         logging.getLogger(name).setLevel(logging.CRITICAL)
-    level = os.environ.get("SHARDBOX_LOG", "INFO").upper()
+    level = os.environ.get("SHARDBOX_LOG", "INFO" if args[:1] == ["up"] else "WARNING").upper()
     logging.basicConfig(
         level=level if level in logging.getLevelNamesMapping() else "INFO",
         stream=sys.stderr,
