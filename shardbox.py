@@ -316,6 +316,8 @@ class ApiConfig:
 
     bind: str = "127.0.0.1"
     keys_file: str = ""
+    tls_cert: str = ""  # PEM files, relative to the TOML's folder; "": plain HTTP
+    tls_key: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -668,7 +670,7 @@ _FILE = _table({
         "form_wait_s": _number(0, 86400, kind=float),
     }),
     "ports": _table(_PORTS),
-    "api": _table({"bind": _host, "keys_file": _line}),
+    "api": _table({"bind": _host, "keys_file": _line, "tls_cert": _line, "tls_key": _line}),
     "engine": _table({"kind": _kind, "isolate": _isolate, **_NODE_ENGINE}),
     "nodes": _list(_table({
         "name": _name,
@@ -1684,6 +1686,11 @@ def plan_all(
 # ======================================================================================================
 # 6. Wiring: ModelPlan -> ports, argv and environment of one rank
 # ======================================================================================================
+
+
+def api_url(config: Config, node: NodeConfig) -> str:
+    """Where clients find this node's endpoint."""
+    return f"http{'s' if config.api.tls_cert else ''}://{config.api.bind}:{node.ports.api}/v1"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -5651,7 +5658,7 @@ def snapshot(node: Node) -> Snapshot:
         engine_kind=box.config.engine.kind,
         demo=node.demo,
         seconds_up=time.monotonic() - box.started,
-        api=f"http://{box.config.api.bind}:{box.settings.ports.api}/v1",
+        api=api_url(box.config, box.settings),
         peers=tuple(peers),
         models=models,
         warnings=tuple(warnings),
@@ -5665,6 +5672,10 @@ def snapshot(node: Node) -> Snapshot:
 # ======================================================================================================
 
 MAX_BODY_BYTES = 32 * MIB  # of a client's request, also when a peer passes it on
+MAX_CLIENTS = 512  # connections to the endpoint
+MAX_REQUESTS = 64  # being answered at once; the engine queues what its slots cannot take
+REQUEST_TIMEOUT_S = 10.0  # from a client's connection to its first whole request header
+BODY_TIMEOUT_S = 60.0  # for the body behind it
 MAX_MESSAGE_BYTES = 8 * MIB  # of an owner's request
 API_PATHS = ("/v1/chat/completions", "/v1/completions", "/v1/embeddings")
 Handler: TypeAlias = "Callable[[web.Request], Awaitable[web.StreamResponse]]"
@@ -5674,9 +5685,10 @@ Asked: TypeAlias = "Callable[[web.Request], Awaitable[Any]]"  # a handler of con
 async def start_services(node: Node) -> list[Callable[[], Awaitable[None]]]:
     """Open the peers' service, the owner's control socket, the endpoint and the status socket; returns what
     closes each of them. Raises ShardboxError where a port or path cannot be had."""
+    gate = Endpoint(node)
     runners = [
         web.AppRunner(app, access_log=None, handler_cancellation=True, shutdown_timeout=1.0)
-        for app in (PeerService(node).app(), OwnerService(node).app(), Endpoint(node).app())
+        for app in (PeerService(node).app(), OwnerService(node).app(), gate.app())
     ]
     for runner in runners:
         await runner.setup()
@@ -5690,13 +5702,39 @@ async def start_services(node: Node) -> list[Callable[[], Awaitable[None]]]:
             await web.UnixSite(owner, path).start()
         finally:
             os.umask(mask)
-    bind, port = node.box.config.api.bind, node.box.settings.ports.api
+    closing = await open_endpoint(node, gate, endpoint)
+    return [closing, *(runner.cleanup for runner in runners), await start_status_service(node)]
+
+
+async def open_endpoint(node: Node, gate: Endpoint, runner: web.AppRunner) -> Callable[[], Awaitable[None]]:
+    """Listen for clients; returns what stops that. A connection too many, or one that asks nothing within
+    REQUEST_TIMEOUT_S, is closed. Raises UsageError where the port or the certificate cannot be had."""
+    bind, port, server = node.box.config.api.bind, node.box.settings.ports.api, runner.server
+    assert server is not None
+    loop = asyncio.get_running_loop()
+
+    def admit() -> Any:
+        if len(server.connections) >= MAX_CLIENTS:
+            return Door()
+        handler = server()
+        gate.silent[id(handler)] = loop.call_later(REQUEST_TIMEOUT_S, hang_up, handler)
+        return handler
+
+    def hang_up(handler: Any) -> None:
+        gate.silent.pop(id(handler), None)
+        if handler.transport is not None:
+            handler.transport.abort()
+
     try:
-        await web.TCPSite(endpoint, bind, port).start()
+        listening = await loop.create_server(admit, bind, port, ssl=api_tls(node.box.config))
     except OSError as error:
         what = f"cannot listen on {bind}:{port}: {os.strerror(error.errno or 0)}"
         raise UsageError(what, where="ports.api", hint=port_owner_hint(port)) from None
-    return [*(runner.cleanup for runner in runners), await start_status_service(node)]
+
+    async def close() -> None:
+        listening.close()
+
+    return close
 
 
 def service_app(prefix: str, limit: int, gets: Iterable[Asked], posts: Iterable[Asked]) -> web.Application:
@@ -5982,7 +6020,7 @@ class ApiError(Exception):
         """The error in OpenAI's shape."""
         kind = "invalid_request_error" if self.status < 500 or self.status == 501 else "server_error"
         body = {"error": {"message": self.text, "type": kind, "param": None, "code": self.code}}
-        retry = {"Retry-After": "5"} if self.status == 503 else None
+        retry = {"Retry-After": "5"} if self.status in (429, 503) else None
         return web.json_response(body, status=self.status, headers=retry)
 
 
@@ -5998,6 +6036,8 @@ class Endpoint:
     def __init__(self, node: Node) -> None:
         self._node = node
         self._keys = read_api_keys(node.box.config)
+        self._asking = 0
+        self.silent: dict[int, asyncio.TimerHandle] = {}  # connection -> when it is closed if it asks nothing
 
     def app(self) -> web.Application:
         """The routes."""
@@ -6009,6 +6049,8 @@ class Endpoint:
 
     async def guard(self, request: web.Request, handler: Handler) -> web.StreamResponse:
         """Keys first; then every failure in OpenAI's shape."""
+        if timer := self.silent.pop(id(request.protocol), None):
+            timer.cancel()
         try:
             self._check_key(request)
             return await handler(request)
@@ -6029,7 +6071,8 @@ class Endpoint:
 
     def _check_key(self, request: web.Request) -> None:
         if self._keys and request.path != "/health":
-            given = request.headers.get("Authorization", "").removeprefix("Bearer ").strip().encode(errors="replace")
+            text = request.headers.get("Authorization", "").removeprefix("Bearer ").strip()
+            given = hashlib.sha256(text.encode(errors="replace")).digest()
             if not any([hmac.compare_digest(given, key) for key in self._keys]):  # noqa: C419 - all, in constant time
                 raise ApiError(401, "wrong or missing API key", "invalid_api_key")
 
@@ -6051,11 +6094,18 @@ class Endpoint:
 
     async def generate(self, request: web.Request) -> web.StreamResponse:
         """A completion, chat completion or embedding."""
-        return await answer_request(self._node, request, request.path, passed_on=False)
+        if self._asking >= MAX_REQUESTS:
+            raise ApiError(429, f"{MAX_REQUESTS} requests are being answered here already", "too_many_requests")
+        self._asking += 1
+        try:
+            return await answer_request(self._node, request, request.path, passed_on=False)
+        finally:
+            self._asking -= 1
 
 
 def read_api_keys(config: Config) -> list[bytes]:
-    """The keys of [api] keys_file. Raises UsageError where it cannot be read or holds none."""
+    """SHA-256 digests of the keys in [api] keys_file, which may hold them as "sha256:HEX" already. Raises UsageError
+    where it cannot be read or holds none."""
     if not config.api.keys_file:
         return []
     path = os.path.join(config.folder, config.api.keys_file)
@@ -6066,13 +6116,49 @@ def read_api_keys(config: Config) -> list[bytes]:
         raise UsageError(f"cannot be read: {error.strerror}", where=f"api.keys_file: {path}") from None
     if not keys:
         raise UsageError("holds no key", where=f"api.keys_file: {path}", hint="one key a line")
-    return keys
+    hashed = re.compile(rb"sha256:([0-9a-fA-F]{64})")
+    return [
+        bytes.fromhex(m[1].decode()) if (m := hashed.fullmatch(key)) else hashlib.sha256(key).digest() for key in keys
+    ]
+
+
+def api_tls(config: Config) -> ssl.SSLContext | None:
+    """TLS for the endpoint, where [api] names a certificate. Raises UsageError where it cannot be used."""
+    import ssl
+
+    if not config.api.tls_cert:
+        return None
+    context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+    cert, key = (os.path.join(config.folder, path) for path in (config.api.tls_cert, config.api.tls_key))
+    try:
+        context.load_cert_chain(cert, key)
+    except OSError as error:  # ssl.SSLError is one: not PEM, or not a pair
+        raise UsageError(
+            f"cannot be used: {error.strerror or error}",
+            where=f"api.tls_cert, api.tls_key: {cert}, {key}",
+            hint="a PEM certificate chain and its unencrypted private key",
+        ) from None
+    return context
+
+
+class Door:
+    """The protocol of a connection to the endpoint when too many are open: it is closed at once."""
+
+    def connection_made(self, transport: asyncio.Transport) -> None:
+        """Hang up."""
+        transport.abort()
+
+    def connection_lost(self, error: BaseException | None) -> None:
+        """Nothing is kept of it."""
 
 
 async def read_request(config: Config, request: web.Request) -> tuple[ModelConfig, dict[str, Any]]:
     """The model and JSON object of a client's request. Raises ApiError."""
     try:
-        body = json.loads(await request.read())
+        async with asyncio.timeout(BODY_TIMEOUT_S):
+            body = json.loads(await request.read())
+    except TimeoutError:
+        raise ApiError(408, f"the request did not arrive within {BODY_TIMEOUT_S:.0f} s") from None
     except (ValueError, RecursionError, web.RequestPayloadError):
         body = None
     if not isinstance(body, dict):
@@ -6635,7 +6721,10 @@ def cmd_up(config: Config, name: str, detach: bool) -> int:
     os.makedirs(os.path.join(folder, "logs"), mode=0o700, exist_ok=True)
     with one_node_only(folder, name):
         stop_leftovers(folder)
-        isolation_problem()  # tried once in a child, before any thread
+        problem = isolation_problem()  # tried once in a child, before any thread
+        if problem and config.node(name).engine.isolate == "always":
+            hint = 'mend that, or set [engine] isolate = "auto"'
+            raise ShardboxError(f"engines cannot be closed in: {problem}", where="engine.isolate", hint=hint)
         spawner = Spawner.start()  # likewise
         sys.setswitchinterval(1e-4)  # the wires' threads must not wait for the event loop's (mesh measurements)
         try:
@@ -6661,7 +6750,7 @@ async def _run_node(config: Config, name: str, folder: str, secret: str, spawner
     for signum in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(signum, on_signal)
     loop.add_signal_handler(signal.SIGHUP, lambda: log.warning("SIGHUP: restart to apply a changed TOML"))
-    api = f"http://{config.api.bind}:{config.node(name).ports.api}/v1"
+    api = api_url(config, config.node(name))
     log.info("node %s of cluster %s, endpoint %s", name, config.cluster.name, api)
     if config.api.bind not in ("127.0.0.1", "localhost") and not config.api.keys_file:
         node.warnings["keys"] = f"anybody who reaches {api} can use it: set [api] keys_file"

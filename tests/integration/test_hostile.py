@@ -25,7 +25,7 @@ from typing import Any
 import pytest
 
 import shardbox
-from shardbox import PORT_BLOCK, control_path, status_address
+from shardbox import PORT_BLOCK, REQUEST_TIMEOUT_S, control_path, status_address
 
 HERE = "127.0.0.1"
 SECRET = "hunter2-correct-horse-battery"
@@ -412,6 +412,15 @@ def test_endpoint_given_a_key_that_is_no_text_is_401(node: Node) -> None:
     with no_traceback(node), node.dial(node.api) as sock:
         answer = raw(sock, NO_TEXT, half_close=False)
     assert answer.startswith(b"HTTP/1.1 401"), answer[:300]
+
+
+def test_endpoint_connection_that_asks_nothing_is_closed(node: Node) -> None:
+    with node.dial(node.api) as silent, node.dial(node.api) as slow:
+        slow.sendall(b"GET /v1/models HTTP/1.1\r\nHost: a\r\n")  # and never the end of its header
+        for sock in (silent, slow):
+            sock.settimeout(2 * REQUEST_TIMEOUT_S)
+            with contextlib.suppress(ConnectionResetError):
+                assert sock.recv(1) == b""
 
 
 def test_endpoint_health_needs_no_key(node: Node) -> None:
