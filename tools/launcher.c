@@ -19,6 +19,7 @@
 #include <errno.h>
 #include <fcntl.h>
 #include <limits.h>
+#include <signal.h>
 #include <stdarg.h>
 #include <stdbool.h>
 #include <stdint.h>
@@ -27,6 +28,7 @@
 #include <string.h>
 #include <sys/file.h>
 #include <sys/mman.h>
+#include <sys/prctl.h>
 #include <sys/stat.h>
 #include <sys/statvfs.h>
 #include <sys/wait.h>
@@ -141,7 +143,8 @@ static int open_cache(const char *folder, char real[PATH_MAX]) {
     for (char *slash = part + 1;; slash++) {
         bool last = !(slash = strchrnul(slash, '/'))[0];
         *slash = 0;
-        if (mkdir(part, 0700) && errno != EEXIST && access(part, F_OK)) return no(folder, strerror(errno));
+        int problem = mkdir(part, 0700) ? errno : 0;
+        if (problem && problem != EEXIST && access(part, F_OK)) return no(folder, strerror(problem));
         if (last) break;
         *slash = '/';
     }
@@ -293,8 +296,9 @@ static int try_out(const char *program, int folder, char said[512]) {
     pid_t child = fork();
     if (child < 0) return errno;
     if (!child) {
-        int null = open("/dev/null", O_RDWR);
+        int null = open("/dev/null", O_RDWR | O_CLOEXEC);
         char *argv[] = {"shardbox", "version", NULL};
+        prctl(PR_SET_PDEATHSIG, SIGKILL); /* it holds the folder's lock */
         if (null >= 0) dup2(null, 0), dup2(null, 1);
         dup2(ends[1], 2);
         become(program, folder, argv);
@@ -331,6 +335,7 @@ static int unpack(int cache, const char *real) {
     snprintf(program, sizeof program, "%s/%s/shardbox", real, name);
     if (!problem) problem = try_out(program, folder, said);
     if (!problem && renameat(cache, name, cache, id)) problem = errno;
+    if (!problem) sweep(cache); /* again: what the first found in use by a process that was just being killed */
     if (!problem) return folder;
     close(folder);
     remove_tree(cache, name);
@@ -377,6 +382,7 @@ int main(int argc, char **argv) {
     char path[PATH_MAX], *alone[] = {"shardbox", NULL};
     const char *given;
     if (argc < 1) argv = alone;
+    for (int fd = 0; fd >= 0 && fd < 3;) fd = open("/dev/null", O_RDWR); /* no file of ours may get a closed one's number */
     read_self();
     if ((given = getenv("SHARDBOX_CACHE_DIR")) && *given) { /* an order: no other will do */
         if (*given != '/') die("SHARDBOX_CACHE_DIR must be an absolute path, got %s", given);

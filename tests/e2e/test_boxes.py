@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import os
+import re
 import shutil
 import signal
 import socket
@@ -47,12 +48,15 @@ def home(tmp_path: Path) -> Path:
     return folder
 
 
-def run(exe: Path | str, *args: str, env: Mapping[str, str] | None = None, cwd: str = "/", **more: object) -> Done:
+def run(
+    exe: Path | str, *args: str, env: Mapping[str, str] | None = None, user: int | None = None, cwd: str = "/"
+) -> Done:
     """The executable with exactly this environment."""
-    command = [str(exe), *(args or ("version",))]
+    groups: list[int] | None = None if user is None else []
     return subprocess.run(
-        command, env=dict(env or {}), cwd=cwd, capture_output=True, text=True, timeout=60, check=False, **more
-    )  # type: ignore[call-overload, no-any-return]
+        [str(exe), *(args or ("version",))], env=dict(env or {}), cwd=cwd, user=user, group=user, extra_groups=groups,
+        capture_output=True, text=True, timeout=60, check=False,
+    )  # fmt: skip
 
 
 def boxed(script: str, exe: Path, *, env: Mapping[str, str] | None = None) -> Done:
@@ -139,7 +143,8 @@ EVERYWHERE = "for d in /var/cache /var/tmp /tmp /dev/shm; do mount -t tmpfs -o {
 
 @as_root
 @pytest.mark.parametrize(
-    ("options", "reason"), [("ro", "Read-only file system"), ("noexec", "is mounted noexec"), ("size=1m", "No space left")]
+    ("options", "reason"),
+    [("ro", "Read-only file system"), ("noexec", "is mounted noexec"), ("size=1m", "No space left")],
 )
 def test_nowhere_to_unpack_says_why_and_ends_with_125(home: Path, options: str, reason: str) -> None:
     place = Path(f"/opt/shardbox-e2e-{os.getpid()}")  # not below /tmp, which is hidden here
@@ -248,7 +253,9 @@ def change_same_size(path: Path) -> None:
     os.utime(path, (1e9, 1e9))  # a time that looks innocent
 
 
-@pytest.mark.parametrize("harm", [os.unlink, change_same_size, lambda path: os.truncate(path, 100), lambda p: p.chmod(0o4755)])
+@pytest.mark.parametrize(
+    "harm", [os.unlink, change_same_size, lambda path: os.truncate(path, 100), lambda p: p.chmod(0o4755)]
+)
 @pytest.mark.parametrize("file", ["shardbox", "_internal/base_library.zip"])
 def test_harmed_file_is_noticed_and_unpacked_again(exe: Path, home: Path, cache: Path, file: str, harm: object) -> None:
     harm(cache / file)  # type: ignore[operator]
@@ -294,7 +301,9 @@ def test_leftovers_and_old_versions_are_swept_but_not_those_in_use(exe: Path, ho
 
 def test_first_runs_at_once_end_in_one_folder(exe: Path, home: Path) -> None:
     env = {"HOME": str(home)}
-    crowd = [subprocess.Popen([exe, "version"], env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT) for _ in range(6)]
+    crowd = [
+        subprocess.Popen([exe, "version"], env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT) for _ in range(6)
+    ]
     assert {(process.communicate(timeout=60)[0], process.returncode) for process in crowd} == {(b"shardbox 0.1.0\n", 0)}
     assert len(versions(home / ".cache/shardbox")) == 1
 
@@ -316,7 +325,7 @@ def test_killed_while_unpacking_the_next_run_is_clean(exe: Path, home: Path) -> 
 
 @as_root
 def test_unprivileged_user_without_a_home(exe: Path) -> None:
-    done = run(exe, env={"HOME": "/nonexistent"}, user=NOBODY, group=NOBODY, extra_groups=[])
+    done = run(exe, env={"HOME": "/nonexistent"}, user=NOBODY)
     worked(done)
     assert not Path("/nonexistent").exists()
 
@@ -353,7 +362,13 @@ def test_no_standard_streams(exe: Path, home: Path) -> None:
 
 
 def test_python_variables_have_no_say(exe: Path, home: Path) -> None:
-    env = {"HOME": str(home), "PYTHONHOME": "/nowhere", "PYTHONPATH": "/nowhere", "PYTHONVERBOSE": "1", "PYTHONINSPECT": "1"}
+    env = {
+        "HOME": str(home),
+        "PYTHONHOME": "/nowhere",
+        "PYTHONPATH": "/nowhere",
+        "PYTHONVERBOSE": "1",
+        "PYTHONINSPECT": "1",
+    }
     worked(run(exe, env=env))
 
 
@@ -383,7 +398,7 @@ class Up:
         self.exe, self.env = exe, {"HOME": str(home), "SHARDBOX_STATE": str(home / "state"), **more}
         self.config = configured(home)
         self.log = (home / "log").open("wb+")
-        command = [exe, "up", "--config", self.config, "--node", "alpha"]
+        command = [str(exe), "up", "--config", str(self.config), "--node", "alpha"]
         self.process = subprocess.Popen(command, env=self.env, stdout=self.log, stderr=self.log, cwd="/")
 
     def ask(self, *args: str) -> Done:
@@ -426,17 +441,35 @@ def rehearsing(pids: Sequence[int]) -> list[int]:
 
 
 def test_up_is_one_process_whose_engines_inherit_nothing_of_the_bundle(up: Up) -> None:
-    up.until(1, "rehearsal")
+    up.until(1, "1/1 ranks")
     assert Path(f"/proc/{up.process.pid}/comm").read_text() == "shardbox\n"
     (engine,) = rehearsing(below(up.process.pid))
-    assert not environment(engine) & {"_SHARDBOX_LOCK", "_SHARDBOX_FILE", "LD_LIBRARY_PATH_ORIG"} - {"LD_LIBRARY_PATH_ORIG"}
+    assert not [name for name in environment(engine) if name.startswith(("_SHARDBOX", "PYTHON"))]
     up.process.send_signal(signal.SIGTERM)
     assert up.process.wait(20) == 0
     assert "second signal" not in up.said()
 
 
+STUB = """#!/bin/sh
+{ env; ls -l /proc/self/fd | grep -v 'null\\|pipe\\|/proc/'; } >> "$(dirname "$0")/seen"
+echo 'version: 1 (bdf9d8e7)'
+"""
+
+
+def test_engine_programs_see_no_library_path_and_no_descriptor(exe: Path, home: Path) -> None:
+    for name in ("llama-server", "llama-cli"):
+        (home / name).write_text(STUB)
+        (home / name).chmod(0o755)
+    config = configured(home, f'path = "{home}"')
+    env = {"HOME": str(home), "LD_LIBRARY_PATH": "/mine", "SHARDBOX_STATE": str(home / "state")}
+    run(exe, "check", "--config", str(config), "--node", "alpha", env=env)
+    seen = (home / "seen").read_text()
+    assert not re.findall(r"(?m)^(?:_PYI|PYTHON|LD_LIBRARY|_SHARDBOX).*", seen)
+    assert ".cache/shardbox/" not in seen, seen
+
+
 def test_sigkill_leaves_no_process(up: Up) -> None:
-    up.until(1, "rehearsal")
+    up.until(1, "1/1 ranks")
     family = below(up.process.pid)
     assert rehearsing(family)
     up.process.kill()
@@ -448,13 +481,13 @@ def test_sigkill_leaves_no_process(up: Up) -> None:
 
 
 def test_up_outlives_the_loss_of_its_unpacked_files(up: Up, home: Path) -> None:
-    up.until(1, "rehearsal")
+    up.until(1, "1/1 ranks")
     shutil.rmtree(home / ".cache/shardbox")
     assert up.ask("stop", "m").returncode == 0
-    up.until(0, "stopped")
+    up.until(1, "stopped by the operator")
     shutil.rmtree(home / ".cache/shardbox")  # which `stop` unpacked again
     assert up.ask("start", "m").returncode == 0
-    up.until(1, "rehearsal")
+    up.until(1, "1/1 ranks")
     shutil.rmtree(home / ".cache/shardbox")
     assert up.ask("check").returncode in (0, 1)
     assert up.ask("down").returncode == 0
@@ -463,7 +496,7 @@ def test_up_outlives_the_loss_of_its_unpacked_files(up: Up, home: Path) -> None:
 
 
 def test_version_in_use_is_locked_also_in_a_process_that_it_started_itself(up: Up, home: Path) -> None:
-    up.until(1, "rehearsal")
+    up.until(1, "1/1 ranks")
     (version,) = versions(home / ".cache/shardbox")
     fd = os.open(version, os.O_RDONLY)
     with pytest.raises(BlockingIOError):
@@ -474,10 +507,15 @@ def test_version_in_use_is_locked_also_in_a_process_that_it_started_itself(up: U
 def test_exit_codes_and_signals_are_its_own(exe: Path, home: Path) -> None:
     env = {"HOME": str(home)}
     assert [run(exe, *args, env=env).returncode for args in (["version"], ["nonsense"], ["status"])] == [0, 2, 3]
+    env["LD_LIBRARY_PATH"] = "/mine"
     with subprocess.Popen([exe, "demo"], env=env, stdout=subprocess.PIPE, stdin=subprocess.PIPE) as process:
         assert process.stdout
         process.stdout.readline()
-        assert below(process.pid)
+        process.stdout.readline()
+        nodes = [pid for pid in below(process.pid) if b"\0up\0" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+        assert nodes
+        for pid in nodes:  # what the demo passed on, which the node's own start-up then keeps under this name
+            assert "\0LD_LIBRARY_PATH_ORIG=/mine\0" in Path(f"/proc/{pid}/environ").read_text()
         process.send_signal(signal.SIGINT)
         process.stdout.read()
         assert process.wait(60) == 0
