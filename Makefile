@@ -40,25 +40,27 @@ fmt: venv ## format the code
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
-build: ## dist/shardbox, one executable for machines like this one
+build: ## dist/shardbox, one executable for machines like this one, and its SHA256SUMS
 	@PYTHON="$(PYTHON)" tools/build-deps
 	@$(MAKE) --no-print-directory venv
-	@rm -rf build/folder && mkdir -p build
+	@rm -rf build/folder && mkdir -p build && date +%s > build/started
 	PYTHONHASHSEED=0 PYINSTALLER_ZLIB_COMPRESSION_LEVEL=0 $(BIN)/pyinstaller --noconfirm --log-level WARN --distpath build/folder --workpath build/pyinstaller build.spec
 	gcc -std=gnu11 -O2 -Wall -Wextra -Werror -static -s -Wl,--build-id=none -o build/launcher tools/launcher.c -lzstd
 	$(BIN)/python tools/pack.py build/launcher build/folder/shardbox dist/shardbox
+	@echo "built in $$(( $$(date +%s) - $$(cat build/started) )) s"
 
 build-check: venv ## build the last commit twice, in different folders: the same bytes?
 	@PYTHON="$(PYTHON)" BIN="$(CURDIR)/$(BIN)" tools/build-check
 
 e2e: build ## the end-to-end tests against dist/shardbox
-	SHARDBOX_EXE=$(CURDIR)/dist/shardbox $(BIN)/pytest $(TEST_ARGS) tests/e2e
+	SHARDBOX_EXE=$(CURDIR)/dist/shardbox $(BIN)/pytest $(TEST_ARGS) tests/e2e tests/integration/test_cluster.py
 
 fault: venv ## every fault, against the rehearsal engine in network namespaces (root)
 	$(BIN)/pytest $(TEST_ARGS) tests/fault
 
-bench: venv ## measurements of speed and memory
-	PYTHONPATH=. $(BIN)/python tests/bench.py
+bench: EXE ?= $(wildcard dist/shardbox)
+bench: venv ## measurements of speed and memory, of dist/shardbox where it has been built
+	PYTHONPATH=. SHARDBOX_EXE="$(EXE)" $(BIN)/python tests/bench.py
 
 lock: venv ## pin the newest versions again, with hashes
 	$(BIN)/pip install --quiet pip-tools
