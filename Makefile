@@ -45,6 +45,7 @@ build: ## dist/shardbox, one executable for machines like this one, and its SHA2
 	@$(MAKE) --no-print-directory venv
 	@rm -rf build/folder && mkdir -p build && date +%s > build/started
 	PYTHONHASHSEED=0 PYINSTALLER_ZLIB_COMPRESSION_LEVEL=0 $(BIN)/pyinstaller --noconfirm --log-level WARN --distpath build/folder --workpath build/pyinstaller build.spec
+	patchelf --set-rpath '$$ORIGIN/_internal' build/folder/shardbox/shardbox
 	gcc -std=gnu11 -O2 -Wall -Wextra -Werror -static -s -Wl,--build-id=none -o build/launcher tools/launcher.c -lzstd
 	$(BIN)/python tools/pack.py build/launcher build/folder/shardbox dist/shardbox
 	@echo "built in $$(( $$(date +%s) - $$(cat build/started) )) s"

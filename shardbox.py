@@ -28,7 +28,6 @@ Sections, top to bottom; none uses a later one:
 
 from __future__ import annotations
 
-import asyncio
 import collections
 import contextlib
 import ctypes
@@ -41,7 +40,7 @@ import functools
 import gc
 import hashlib
 import hmac
-import http.client
+import importlib
 import ipaddress
 import itertools
 import json
@@ -71,18 +70,32 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Itera
 from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from io import BufferedReader
-from typing import TYPE_CHECKING, Any, BinaryIO, TypeVar
-
-import aiohttp
-from aiohttp import web
+from typing import TYPE_CHECKING, Any, BinaryIO, TypeAlias, TypeVar
 
 if TYPE_CHECKING:
+    import asyncio
     import ssl
 
+    import aiohttp
+    from aiohttp import web
     from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
     from cryptography.hazmat.primitives.ciphers.aead import AESGCM
     from cryptography.x509 import Certificate
     from zeroconf.asyncio import AsyncServiceBrowser, AsyncZeroconf
+
+
+class LazyModule:
+    """A module that is imported at its first use: cron asks for `status` every minute, and these take 0.25 s."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __getattr__(self, attribute: str) -> Any:
+        return getattr(importlib.import_module(self._name), attribute)
+
+
+if not TYPE_CHECKING:
+    asyncio, aiohttp, web = LazyModule("asyncio"), LazyModule("aiohttp"), LazyModule("aiohttp.web")
 
 VERSION = "0.1.0"
 PROTOCOL = 1  # of control messages and services between nodes; another number is named, never guessed at
@@ -1390,18 +1403,15 @@ def node_room(config: Config, facts: NodeFacts, taken: int, sharers: int, gpu_ta
 
 
 def _binary_problem(facts: NodeFacts, role: str) -> str:
-    if facts.engine_kind == "rehearsal":
-        return ""
-    binary = facts.binary(role)
-    return f"cannot {'lead' if role == 'leader' else 'work'}: {binary.problem}" if binary.problem else ""
+    problem = "" if facts.engine_kind == "rehearsal" else facts.binary(role).problem
+    return f"cannot {'lead' if role == 'leader' else 'work'}: {problem}" if problem else ""
 
 
 def node_problem(config: Config, model: ModelConfig, facts: NodeFacts, root: str) -> str:
     """Why this node cannot hold any part of the model, "" when it can. `root`: the content that counts."""
-    if model.nodes and facts.name not in model.nodes:
-        return "not in the model's `nodes`"
-    if model.layers and facts.name not in model.layers:
-        return "not in the model's `layers`"
+    for key, allowed in (("nodes", model.nodes), ("layers", model.layers)):
+        if allowed and facts.name not in allowed:
+            return f"not in the model's `{key}`"
     if facts.engine_kind != config.engine.kind:
         return f"runs engine kind {facts.engine_kind!r}, this box wants {config.engine.kind!r}"
     worker, leader = _binary_problem(facts, "worker"), _binary_problem(facts, "leader")
@@ -1418,83 +1428,22 @@ def node_problem(config: Config, model: ModelConfig, facts: NodeFacts, root: str
 def model_shape_of(config: Config, model: ModelConfig, facts: Sequence[NodeFacts]) -> tuple[ModelShape, str]:
     """The model's shape and content hash, as most nodes that hold it have it (ties: lowest hash).
     Raises PlanError where no node has it."""
-    allowed = model.nodes or tuple(model.layers) or tuple(node.name for node in facts)
-    copies = [(node.name, node.model(model.name)) for node in facts if node.name in allowed]
-    whole = [copy for _, copy in copies if copy.shape is not None and not copy.problem]
+    allowed = model.nodes or tuple(model.layers) or [node.name for node in facts]
+    copies = {node.name: node.model(model.name) for node in facts if node.name in allowed}
+    whole = [(copy.root, copy.shape) for copy in copies.values() if copy.shape is not None and not copy.problem]
     if not whole:
         if config.engine.kind == "rehearsal" and model.rehearse:
             return rehearsed_shape(model.rehearse, model.name), ""
-        found = "; ".join(f"{name}: {copy.problem or 'not there'}" for name, copy in copies)
-        raise PlanError(
-            f"no node has a whole copy of {model.path} ({found})",
-            where=f"model {model.name}",
-            hint="copy the file to every box, under the TOML's folder or one of model_dirs",
-        )
-    roots = sorted(copy.root for copy in whole if copy.root)
-    root = max(roots, key=lambda value: (roots.count(value), [-ord(c) for c in value[:8]])) if roots else ""
-    chosen = next((copy for copy in whole if copy.root == root), whole[0])
-    assert chosen.shape is not None
-    return chosen.shape, root
+        found = "; ".join(f"{name}: {copy.problem or 'not there'}" for name, copy in copies.items())
+        hint = "copy the file to every box, under the TOML's folder or one of model_dirs"
+        raise _plan_error(model, f"no node has a whole copy of {model.path} ({found})", hint)
+    votes = Counter(root for root, _ in whole if root)
+    root = min(votes, key=lambda value: (-votes[value], value), default="")
+    return next((shape for its, shape in whole if its == root), whole[0][1]), root
 
 
-def plan_model(
-    config: Config,
-    model: ModelConfig,
-    facts: Sequence[NodeFacts],
-    taken: Mapping[str, int] | None = None,
-    gpu_taken: Mapping[str, int] | None = None,
-) -> ModelPlan:
-    """The plan for one model on these nodes. `taken`: bytes that models placed before use, by node.
-    Raises PlanError saying what is missing, and by how much."""
-    facts = sorted(facts, key=lambda node: node.name)
-    shape, root = model_shape_of(config, model, facts)
-    context = model.slots * (-(-model.context // CONTEXT_STEP) * CONTEXT_STEP)
-    costs = model_costs(shape, context)
-    wanted = max(1, sum(1 for other in config.models if other.autostart))
-    left_out: dict[str, str] = {}
-    rooms: list[Room] = []
-    for node in facts:
-        problem = node_problem(config, model, node, root)
-        if problem:
-            left_out[node.name] = problem
-        else:
-            sharers = wanted * sum(other.machine == node.machine for other in facts)
-            rooms.append(
-                node_room(config, node, (taken or {}).get(node.name, 0), sharers, (gpu_taken or {}).get(node.name, 0))
-            )
-    rooms.sort(key=lambda room: (-coarse(room.total_bytes), room.node))
-    why_not = {room.node: _binary_problem(_facts_of(facts, room.node), "leader") for room in rooms}
-    leaders = [room for room in rooms if not why_not[room.node]]
-    why_not |= left_out
-    if model.leader:
-        leaders = [room for room in leaders if room.node == model.leader]
-        if not leaders:
-            raise PlanError(
-                f"its leader {model.leader} is {why_not.get(model.leader, 'not reachable')}",
-                where=f"model {model.name}",
-                hint="mend or start that box, or leave out `leader`",
-            )
-    if not leaders:
-        raise PlanError(
-            "no node can lead: " + "; ".join(f"{k}: {v}" for k, v in why_not.items()),
-            where=f"model {model.name}",
-            hint="one box needs llama-server in [engine] path",
-        )
-    draft = _Draft(model=model, shape=shape, costs=costs, rooms=rooms, leaders=leaders, left_out=left_out)
-    ring, reason = draft.by_hand() if model.layers else draft.single() or draft.ring()
-    for room in rooms:
-        if all(room.node != taken_room.node for taken_room, _ in ring):
-            left_out[room.node] = "not needed: fewer ranks are faster"
-    return ModelPlan(
-        model=model.name,
-        block=config.models.index(model),
-        layers=shape.layers,
-        shape=shape,
-        context=context,
-        reason=reason,
-        left_out=left_out,
-        ranks=draft.ranks(ring, _workers_only(facts, ring)),
-    )
+def _plan_error(model: ModelConfig, what: str, hint: str) -> PlanError:
+    return PlanError(what, where=f"model {model.name}", hint=hint)
 
 
 def coarse(count: int) -> int:
@@ -1503,14 +1452,55 @@ def coarse(count: int) -> int:
     return count >> shift << shift
 
 
-def _facts_of(facts: Sequence[NodeFacts], name: str) -> NodeFacts:
-    return next(node for node in facts if node.name == name)
+def plan_model(
+    config: Config,
+    model: ModelConfig,
+    facts: Sequence[NodeFacts],
+    taken: Mapping[str, int] = {},
+    gpu_taken: Mapping[str, int] = {},
+) -> ModelPlan:
+    """The plan for one model on these nodes. `taken`: bytes of memory, `gpu_taken`: of cards, that models placed before
+    use, by node. Raises PlanError saying what is missing, and by how much."""
+    facts = sorted(facts, key=lambda node: node.name)
+    shape, root = model_shape_of(config, model, facts)
+    context = model.slots * (-(-model.context // CONTEXT_STEP) * CONTEXT_STEP)
+    wanted = max(1, sum(other.autostart for other in config.models))
+    machines = Counter(node.machine for node in facts)
+    problems = {node.name: node_problem(config, model, node, root) for node in facts}
+    left_out = {name: problem for name, problem in problems.items() if problem}
+    rooms = [
+        node_room(config, node, taken.get(node.name, 0), wanted * machines[node.machine], gpu_taken.get(node.name, 0))
+        for node in facts
+        if not problems[node.name]
+    ]
+    rooms.sort(key=lambda room: (-coarse(room.total_bytes), room.node))
+    workers = {node.name: problem for node in facts if (problem := _binary_problem(node, "leader"))}
+    leaders = [room for room in rooms if room.node not in workers and model.leader in ("", room.node)]
+    if not leaders and model.leader:
+        what = f"its leader {model.leader} is {(workers | left_out).get(model.leader, 'not reachable')}"
+        raise _plan_error(model, what, "mend or start that box, or leave out `leader`")
+    if not leaders:
+        what = "no node can lead: " + "; ".join(f"{k}: {v}" for k, v in (workers | left_out).items())
+        raise _plan_error(model, what, "one box needs llama-server in [engine] path")
+    draft = _Draft(
+        model=model, costs=model_costs(shape, context), rooms=rooms, leaders=leaders, left_out=left_out, workers=workers
+    )
+    ring, reason = draft.by_hand() if model.layers else draft.single() or draft.ring()
+    taking_part = {room.node for room, _ in ring}
+    spare = {room.node: "not needed: fewer ranks are faster" for room in rooms if room.node not in taking_part}
+    return ModelPlan(
+        model=model.name,
+        block=config.models.index(model),
+        layers=shape.layers,
+        shape=shape,
+        context=context,
+        reason=reason,
+        left_out=left_out | spare,
+        ranks=draft.ranks(ring),
+    )
 
 
-def _workers_only(facts: Sequence[NodeFacts], ring: Sequence[tuple[Room, int]]) -> dict[str, str]:
-    return {
-        room.node: problem for room, _ in ring if (problem := _binary_problem(_facts_of(facts, room.node), "leader"))
-    }
+_Ring = list[tuple[Room, int]]  # each rank's node and layer window, the leader first
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -1518,132 +1508,112 @@ class _Draft:
     """One model's way to a plan: rooms are sorted, the roomiest first."""
 
     model: ModelConfig
-    shape: ModelShape
     costs: Costs
     rooms: list[Room]
     leaders: list[Room]
     left_out: dict[str, str]
+    workers: dict[str, str]  # node -> why it cannot lead
 
-    def error(self, what: str, hint: str) -> PlanError:
-        return PlanError(what, where=f"model {self.model.name}", hint=hint)
-
-    def single(self) -> tuple[list[tuple[Room, int]], str] | None:
+    def single(self) -> tuple[_Ring, str] | None:
         """One node that can lead, when it all fits there."""
-        fitting = [room for room in self.leaders if self.free([(room, self.shape.layers)])[0] >= 0]
-        if not fitting:
-            return None
-        room, need = fitting[0], format_size(self.costs.total_bytes)
-        return [(room, self.shape.layers)], (
-            f"fits on {room.node} alone ({need} of {format_size(room.total_bytes)}): "
-            "not worth splitting, a ring would be slower"
-        )
+        need, layers = format_size(self.costs.total_bytes), len(self.costs.layer_bytes)
+        for room in self.leaders:
+            if self.free([(room, layers)])[0] >= 0:
+                fits = f"fits on {room.node} alone ({need} of {format_size(room.total_bytes)})"
+                return [(room, layers)], f"{fits}: not worth splitting, a ring would be slower"
+        return None
 
-    def by_hand(self) -> tuple[list[tuple[Room, int]], str]:
+    def by_hand(self) -> tuple[_Ring, str]:
         """The windows that the TOML sets, checked."""
-        windows = self.model.layers
-        missing = [node for node in windows if all(room.node != node for room in self.rooms)]
+        windows, layers = self.model.layers, len(self.costs.layer_bytes)
+        rooms = [room for room in self.rooms if room.node in windows]
+        lead = next((room for room in self.leaders if room in rooms), None)
+        missing = [node for node in windows if node not in [room.node for room in rooms]]
         if missing:
             reasons = ", ".join(f"{node} ({self.left_out.get(node, 'not reachable')})" for node in missing)
-            raise self.error(
-                f"`layers` names nodes that cannot take part: {reasons}", "start them, or plan without `layers`"
-            )
-        if sum(windows.values()) != self.shape.layers:
-            raise self.error(
-                f"`layers` adds up to {sum(windows.values())}, the model has {self.shape.layers}",
-                "give every layer to one node",
-            )
-        lead = next((room for room in self.leaders if room.node in windows), None)
+            what = f"`layers` names nodes that cannot take part: {reasons}"
+            raise _plan_error(self.model, what, "start them, or plan without `layers`")
+        if sum(windows.values()) != layers:
+            what = f"`layers` adds up to {sum(windows.values())}, the model has {layers}"
+            raise _plan_error(self.model, what, "give every layer to one node")
         if lead is None:
-            raise self.error("no node in `layers` can lead", "one of them needs llama-server")
-        ring = [lead] + [room for room in self.rooms if room.node in windows and room is not lead]
-        pairs = [(room, windows[room.node]) for room in ring]
-        over = self.overrun(pairs)
-        if over:
-            raise self.error(f"`layers` by hand do not fit: {over}", "move layers to a node with room")
-        return pairs, "windows set by hand in `layers`"
+            raise _plan_error(self.model, "no node in `layers` can lead", "one of them needs llama-server")
+        rooms.sort(key=lambda room: room is not lead)
+        ring = [(room, windows[room.node]) for room in rooms]
+        free = dict(zip([room.node for room in rooms], self.free(ring), strict=True))
+        short = [f"{node} is short by {format_size(-left)}" for node, left in free.items() if left < 0]
+        if short:
+            what = f"`layers` by hand do not fit: {', '.join(short)}"
+            raise _plan_error(self.model, what, "move layers to a node with room")
+        return ring, "windows set by hand in `layers`"
 
-    def ring(self) -> tuple[list[tuple[Room, int]], str]:
+    def ring(self) -> tuple[_Ring, str]:
         """The fewest nodes that hold it, the roomiest leading; windows by usable memory."""
-        lead = self.leaders[0]
+        lead, need = self.leaders[0], self.costs.total_bytes
         others = sorted((room for room in self.rooms if room is not lead), key=lambda room: -room.total_bytes)
-        for count in range(1, min(len(others), MAX_RANKS - 1) + 1):
-            windows = self.windows([lead, *others[:count]])
-            if windows:
-                pairs = list(zip([lead, *others[:count]], windows, strict=True))
-                return pairs, (
-                    f"{format_size(self.costs.total_bytes)} is too much for any one node that can lead "
-                    f"({lead.node} has {format_size(lead.total_bytes)}): {count + 1} nodes share it"
-                )
+        for count in range(2, min(1 + len(others), MAX_RANKS) + 1):
+            ring = self.shared([lead, *others[: count - 1]])
+            if ring:
+                alone = f"any one node that can lead ({lead.node} has {format_size(lead.total_bytes)})"
+                return ring, f"{format_size(need)} is too much for {alone}: {count} nodes share it"
         rooms = self.rooms[:MAX_RANKS]
-        need = self.costs.total_bytes + (len(rooms) - 1) * self.costs.worker_buffer_bytes
+        need += (len(rooms) - 1) * self.costs.worker_buffer_bytes
         have = sum(room.total_bytes for room in rooms)
         listing = ", ".join(f"{room.node} {format_size(room.total_bytes)}" for room in rooms)
         short = f"short by {format_size(need - have)}"
         if need <= have:
             short = f"but not in pieces that hold whole layers of {format_size(max(self.costs.layer_bytes))}"
-        raise self.error(
-            f"too big for the nodes there are: needs {format_size(need)}, they have {format_size(have)} "
-            f"({listing}); {short}",
-            "add a box, a smaller quantisation or a shorter context",
-        )
+        what = f"too big for the nodes there are: needs {format_size(need)}, they have {format_size(have)}"
+        hint = "add a box, a smaller quantisation or a shorter context"
+        raise _plan_error(self.model, f"{what} ({listing}); {short}", hint)
 
-    def windows(self, ring: Sequence[Room]) -> list[int] | None:
-        """Layers for each node in proportion to its room, at least one each; None when it cannot hold them."""
-        spare = [room.total_bytes - self.costs.fixed_bytes(leader=n == 0) for n, room in enumerate(ring)]
-        if min(spare) <= 0 or len(ring) > self.shape.layers:
+    def shared(self, rooms: list[Room]) -> _Ring | None:
+        """Layers for each node in proportion to its room, at least one each; None when they cannot hold them."""
+        layers = len(self.costs.layer_bytes)
+        spare = [room.total_bytes - self.costs.fixed_bytes(leader=n == 0) for n, room in enumerate(rooms)]
+        if min(spare) <= 0 or len(rooms) > layers:
             return None
-        windows = largest_remainder(self.shape.layers, spare)
-        for _ in range(self.shape.layers):  # layers differ in size: move one at a time from over to under
-            free = self.free(list(zip(ring, windows, strict=True)))
-            worst = min(range(len(ring)), key=lambda n: (free[n], n))
+        windows = largest_remainder(layers, spare)
+        for _ in range(layers):  # layers differ in size: move one at a time from over to under
+            ring = list(zip(rooms, windows, strict=True))
+            free = self.free(ring)
+            worst, best = free.index(min(free)), free.index(max(free))
             if free[worst] >= 0:
-                return windows
-            best = max(range(len(ring)), key=lambda n: (free[n], -n))
+                return ring
             if windows[worst] == 1 or free[best] <= 0:
                 return None
             windows[worst] -= 1
             windows[best] += 1
         return None
 
-    def free(self, ring: Sequence[tuple[Room, int]]) -> list[int]:
+    def free(self, ring: _Ring) -> list[int]:
         """What each node has left, in bytes; negative: too much."""
-        free = []
+        costs, free = self.costs, []
         for rank, ((room, window), first) in enumerate(zip(ring, first_layers([w for _, w in ring]), strict=True)):
-            layers = self.costs.layer_bytes[first : first + window]
-            _, on_card = fit_gpu(layers, self.costs.layer_kv_bytes, room.gpu_bytes)  # whole layers, and nothing else
-            needed = self.costs.fixed_bytes(leader=rank == 0) + self.costs.range_bytes(first, window)
-            free.append(room.ram_bytes + on_card - needed)
+            layers = costs.layer_bytes[first : first + window]
+            _, on_card = fit_gpu(layers, costs.layer_kv_bytes, room.gpu_bytes)  # whole layers, and nothing else
+            free.append(room.ram_bytes + on_card - costs.fixed_bytes(rank == 0) - costs.range_bytes(first, window))
         return free
 
-    def overrun(self, ring: Sequence[tuple[Room, int]]) -> str:
-        return ", ".join(
-            f"{room.node} is short by {format_size(-free)}"
-            for (room, _), free in zip(ring, self.free(ring), strict=True)
-            if free < 0
-        )
-
-    def ranks(self, ring: Sequence[tuple[Room, int]], workers: Mapping[str, str]) -> tuple[RankPlan, ...]:
+    def ranks(self, ring: _Ring) -> tuple[RankPlan, ...]:
         """The finished ranks with GPU layers and reasons."""
-        result, free = [], self.free(ring)
-        for rank, ((room, window), first) in enumerate(zip(ring, first_layers([w for _, w in ring]), strict=True)):
-            layers = self.costs.layer_bytes[first : first + window]
-            gpu_layers, gpu_bytes = fit_gpu(layers, self.costs.layer_kv_bytes, room.gpu_bytes)
-            if rank == 0:
-                why = "leads: set in the TOML" if self.model.leader else "leads: most room of those that can"
-            else:
-                why = workers.get(room.node, "window by usable memory")
-            ends = self.costs.ends_bytes if rank == 0 else 0
-            buffers = self.costs.leader_buffer_bytes if rank == 0 else self.costs.worker_buffer_bytes
+        starts, free = first_layers([window for _, window in ring]), self.free(ring)
+        lead = "leads: set in the TOML" if self.model.leader else "leads: most room of those that can"
+        result, costs = [], self.costs
+        for rank, (room, window) in enumerate(ring):
+            layers = costs.layer_bytes[starts[rank] : starts[rank] + window]
+            gpu_layers, gpu_bytes = fit_gpu(layers, costs.layer_kv_bytes, room.gpu_bytes)
+            why = self.workers.get(room.node, "window by usable memory") if rank else lead
             result.append(
                 RankPlan(
                     rank=rank,
                     node=room.node,
                     window=window,
-                    first_layer=first,
+                    first_layer=starts[rank],
                     gpu_layers=gpu_layers,
-                    weights_bytes=sum(layers) + ends,
-                    kv_bytes=window * self.costs.layer_kv_bytes,
-                    buffer_bytes=buffers,
+                    weights_bytes=sum(layers) + (0 if rank else costs.ends_bytes),
+                    kv_bytes=window * costs.layer_kv_bytes,
+                    buffer_bytes=costs.worker_buffer_bytes if rank else costs.leader_buffer_bytes,
                     gpu_bytes=gpu_bytes,
                     free_bytes=free[rank],
                     threads=room.cores,
@@ -1683,12 +1653,16 @@ def plan_all(
 ) -> dict[str, ModelPlan | PlanError]:
     """A plan or the reason against it for each model, in the TOML's order; `placed` are rings that run
     already and keep what they have."""
-    taken: dict[str, int] = {}
-    gpu_taken: dict[str, int] = {}  # of `placed`, what NVML calls free is already without it
+    placed, taken = placed or {}, Counter[str]()
+    gpu_taken = Counter[str]()  # not of `placed`: what NVML calls free is already without it
     result: dict[str, ModelPlan | PlanError] = {}
-    placed = placed or {}
+
+    def take(plan: ModelPlan) -> None:
+        for rank in plan.ranks:
+            taken[rank.node] += rank.weights_bytes + rank.kv_bytes + rank.buffer_bytes - rank.gpu_bytes
+
     for plan in placed.values():
-        _take(taken, plan)
+        take(plan)
     for model in config.models:
         if model.name in placed:
             result[model.name] = placed[model.name]
@@ -1696,23 +1670,15 @@ def plan_all(
         try:
             plan = plan_model(config, model, facts, taken, gpu_taken)
         except PlanError as error:
-            if taken:
-                holders = ", ".join(name for name, other in result.items() if isinstance(other, ModelPlan))
-                error.hint += f"; memory is already given to {holders}" if holders else ""
+            holders = ", ".join(name for name, other in result.items() if isinstance(other, ModelPlan))
+            error.hint += f"; memory is already given to {holders}" if taken and holders else ""
             result[model.name] = error
             continue
         result[model.name] = plan
         if model.autostart:
-            _take(taken, plan)
-            for rank in plan.ranks:
-                gpu_taken[rank.node] = gpu_taken.get(rank.node, 0) + rank.gpu_bytes
+            take(plan)
+            gpu_taken.update({rank.node: rank.gpu_bytes for rank in plan.ranks})
     return result
-
-
-def _take(taken: dict[str, int], plan: ModelPlan) -> None:
-    for rank in plan.ranks:
-        used = rank.weights_bytes + rank.kv_bytes + rank.buffer_bytes - rank.gpu_bytes
-        taken[rank.node] = taken.get(rank.node, 0) + used
 
 
 # ======================================================================================================
@@ -1845,7 +1811,7 @@ RESTART_MEMORY_S = 900.0  # how long `status` warns of a restart
 
 
 class Phase:
-    """Where a ring is. ACTIVE phases hold leases on other nodes."""
+    """Where a ring is. ACTIVE phases hold leases on other nodes; in WHOLE ones every engine is up."""
 
     STOPPED = "stopped"  # by the operator, or autostart = false
     WAITING = "waiting"  # for nodes, files or a plan; `reason` says for what
@@ -1856,7 +1822,9 @@ class Phase:
     STOPPING = "stopping"
     BACKOFF = "backoff"
     FAILED = "failed"
-    ACTIVE = frozenset({PREPARING, LOADING, PROBING, SERVING})
+    WHOLE = frozenset({PROBING, SERVING})
+    ACTIVE = WHOLE | {PREPARING, LOADING}
+    ALL = ACTIVE | {STOPPED, WAITING, STOPPING, BACKOFF, FAILED}
     TELLING = (SERVING, PROBING, LOADING, PREPARING, STOPPING, FAILED, BACKOFF)  # whose word counts first
 
 
@@ -1901,159 +1869,119 @@ class Effect:
     orderly: bool = False  # the ring is whole: the leader may pass STOP round
 
 
-def step(ring: Ring, event: Event, now: float) -> tuple[Ring, tuple[Effect, ...]]:
-    """The ring after an event, and what to do about it. Unexpected or late events change nothing."""
-    if event.generation and event.generation != ring.generation:
-        return ring, ()
-    handler = _STEPS.get(event.kind)
-    assert handler is not None, f"no such event: {event.kind}"
-    return handler(ring, event, now)
-
-
 _Step = tuple[Ring, tuple[Effect, ...]]
 
 
-def _move(ring: Ring, now: float, phase: str, **changes: Any) -> Ring:
-    return dataclasses.replace(ring, phase=phase, since=now, **changes)
+def step(ring: Ring, event: Event, now: float) -> _Step:
+    """The ring after an event, and what to do about it. Unexpected or late events change nothing."""
+    assert event.kind in _STEPS, f"no such event: {event.kind}"
+    phases, handler = _STEPS[event.kind]
+    late = event.generation and event.generation != ring.generation
+    return (ring, ()) if late or ring.phase not in phases else handler(ring, event, now)
 
 
-def _effect(ring: Ring, kind: str, **more: Any) -> tuple[Effect, ...]:
+def _move(ring: Ring, now: float, phase: str, reason: str, deadline: float = 0.0, **changes: Any) -> Ring:
+    return replace(ring, phase=phase, since=now, reason=reason, deadline=deadline, **changes)
+
+
+def _act(ring: Ring, kind: str, **more: Any) -> _Step:
     assert ring.plan is not None
-    return (Effect(kind=kind, generation=ring.generation, plan=ring.plan, **more),)
+    return ring, (Effect(kind=kind, generation=ring.generation, plan=ring.plan, **more),)
 
 
 def _on_plan(ring: Ring, event: Event, now: float) -> _Step:
     """A plan in which this node leads, or the reason why there is none."""
-    if ring.phase != Phase.WAITING:
-        return ring, ()
     if event.plan is None:
-        return dataclasses.replace(ring, reason=event.reason, plan=None), ()
-    ring = _move(
-        ring,
-        now,
-        Phase.PREPARING,
-        plan=event.plan,
-        generation=event.token,
-        deadline=now + PREPARE_TIMEOUT_S,
-        reason="asking every rank",
-    )
-    return ring, _effect(ring, "prepare")
+        return replace(ring, reason=event.reason, plan=None), ()
+    ring = replace(ring, plan=event.plan, generation=event.token)
+    return _act(_move(ring, now, Phase.PREPARING, "asking every rank", now + PREPARE_TIMEOUT_S), "prepare")
 
 
 def _on_granted(ring: Ring, event: Event, now: float) -> _Step:
-    if ring.phase != Phase.PREPARING:
-        return ring, ()
     assert ring.plan is not None
-    size = sum(rank.weights_bytes for rank in ring.plan.ranks)
-    ring = _move(
-        ring, now, Phase.LOADING, deadline=now + LOAD_BASE_S + size / LOAD_BYTES_PER_S, reason="engines are loading"
-    )
-    return ring, _effect(ring, "launch")
+    load_s = LOAD_BASE_S + sum(rank.weights_bytes for rank in ring.plan.ranks) / LOAD_BYTES_PER_S
+    return _act(_move(ring, now, Phase.LOADING, "engines are loading", now + load_s), "launch")
 
 
 def _on_loaded(ring: Ring, event: Event, now: float) -> _Step:
-    if ring.phase != Phase.LOADING:
-        return ring, ()
-    ring = _move(ring, now, Phase.PROBING, deadline=now + PROBE_TIMEOUT_S, reason="asking for one token")
-    return ring, _effect(ring, "probe")
+    return _act(_move(ring, now, Phase.PROBING, "asking for one token", now + PROBE_TIMEOUT_S), "probe")
 
 
 def _on_answered(ring: Ring, event: Event, now: float) -> _Step:
-    if ring.phase != Phase.PROBING:
-        return ring, ()
-    return _move(ring, now, Phase.SERVING, deadline=0.0, served_since=now, reason=""), ()
+    return _move(ring, now, Phase.SERVING, "", served_since=now), ()
 
 
 def _on_trouble(ring: Ring, event: Event, now: float) -> _Step:
     """Anything that breaks the ring: all of it stops."""
-    if ring.phase not in Phase.ACTIVE:
-        return ring, ()
-    steady = ring.phase == Phase.SERVING and now - ring.served_since >= STEADY_S
-    restarts = ring.restarts + ((now,) if ring.phase == Phase.SERVING else ())
-    failures = 1 if steady else ring.failures + 1
+    serving, whole = ring.phase == Phase.SERVING, ring.phase in Phase.WHOLE
+    failures = 1 if serving and now - ring.served_since >= STEADY_S else ring.failures + 1
     if ring.phase == Phase.PREPARING or event.kind != "trouble":  # no engine is to blame: it is never given up
         failures = min(failures, QUICK_FAILURES - 1)
-    orderly = event.kind == "leaving" and ring.phase in (Phase.PROBING, Phase.SERVING)
-    changes = {"last_trouble": event.reason, "failures": failures, "restarts": restarts}
-    ring = _move(ring, now, Phase.STOPPING, deadline=0.0, reason=event.reason, **changes)
-    return ring, _effect(ring, "teardown", reason=event.reason, orderly=orderly)
-
-
-def _on_stopped(ring: Ring, event: Event, now: float) -> _Step:
-    """The teardown is through."""
-    if ring.phase != Phase.STOPPING:
-        return ring, ()
-    ring = dataclasses.replace(ring, generation="")
-    if not ring.wanted:
-        return _move(ring, now, Phase.STOPPED, plan=None, reason="stopped by the operator"), ()
-    if ring.failures >= QUICK_FAILURES:
-        return _move(ring, now, Phase.FAILED, plan=None, reason=ring.last_trouble), ()
-    if ring.failures == 0:
-        return _move(ring, now, Phase.WAITING, plan=None, reason="starting"), ()
-    delay = min(BACKOFF_CAP_S, BACKOFF_BASE_S * 2 ** (ring.failures - 1)) * (1 + event.jitter / 2)
-    return _move(ring, now, Phase.BACKOFF, plan=None, deadline=now + delay, reason=ring.last_trouble), ()
-
-
-def _on_want(ring: Ring, event: Event, now: float) -> _Step:
-    """The operator's start: from stopped or failed, everything is tried afresh."""
-    ring = dataclasses.replace(ring, wanted=True)
-    if ring.phase == Phase.STOPPING:
-        ring = dataclasses.replace(ring, failures=0)
-    if ring.phase in (Phase.STOPPED, Phase.FAILED, Phase.BACKOFF):
-        ring = _move(ring, now, Phase.WAITING, failures=0, deadline=0.0, reason="starting")
-    return ring, ()
+    restarts = (*ring.restarts, now) if serving else ring.restarts
+    ring = replace(ring, last_trouble=event.reason, failures=failures, restarts=restarts)
+    ring = _move(ring, now, Phase.STOPPING, event.reason)
+    return _act(ring, "teardown", reason=event.reason, orderly=whole and event.kind == "leaving")
 
 
 def _on_yield(ring: Ring, event: Event, now: float) -> _Step:
     """Another node leads this model too, and goes before this one: no failure, just one ring too many."""
-    if ring.phase not in Phase.ACTIVE:
-        return ring, ()
-    ring = _move(ring, now, Phase.STOPPING, deadline=0.0, reason=event.reason, failures=0)
-    return ring, _effect(ring, "teardown", reason=event.reason)
+    return _act(_move(ring, now, Phase.STOPPING, event.reason, failures=0), "teardown", reason=event.reason)
+
+
+def _on_stopped(ring: Ring, event: Event, now: float) -> _Step:
+    """The teardown is through."""
+    phase, reason, deadline = Phase.BACKOFF, ring.last_trouble, 0.0
+    if not ring.wanted:
+        phase, reason = Phase.STOPPED, "stopped by the operator"
+    elif ring.failures >= QUICK_FAILURES:
+        phase = Phase.FAILED
+    elif ring.failures == 0:
+        phase, reason = Phase.WAITING, "starting"
+    else:
+        deadline = now + min(BACKOFF_CAP_S, BACKOFF_BASE_S * 2 ** (ring.failures - 1)) * (1 + event.jitter / 2)
+    return _move(ring, now, phase, reason, deadline, plan=None, generation=""), ()
+
+
+def _on_want(ring: Ring, event: Event, now: float) -> _Step:
+    """The operator's start: from stopped or failed, everything is tried afresh."""
+    ring = replace(ring, wanted=True, failures=0 if ring.phase == Phase.STOPPING else ring.failures)
+    if ring.phase in (Phase.STOPPED, Phase.FAILED, Phase.BACKOFF):
+        ring = _move(ring, now, Phase.WAITING, "starting", failures=0)
+    return ring, ()
 
 
 def _on_unwant(ring: Ring, event: Event, now: float) -> _Step:
     """The operator's stop."""
-    ring = dataclasses.replace(ring, wanted=False)
+    ring, whole, told = replace(ring, wanted=False), ring.phase in Phase.WHOLE, "stopped by the operator"
     if ring.phase in Phase.ACTIVE:
-        whole = ring.phase in (Phase.PROBING, Phase.SERVING)
-        ring = _move(ring, now, Phase.STOPPING, deadline=0.0, reason="stopping", failures=0)
-        return ring, _effect(ring, "teardown", reason="stopped by the operator", orderly=whole)
-    if ring.phase not in (Phase.STOPPING, Phase.STOPPED):
-        ring = _move(ring, now, Phase.STOPPED, plan=None, deadline=0.0, reason="stopped by the operator")
-    return ring, ()
+        return _act(_move(ring, now, Phase.STOPPING, "stopping", failures=0), "teardown", reason=told, orderly=whole)
+    return (ring if ring.phase in (Phase.STOPPING, Phase.STOPPED) else _move(ring, now, Phase.STOPPED, told)), ()
 
 
 def _on_tick(ring: Ring, event: Event, now: float) -> _Step:
     """Time alone: deadlines, the end of a pause, and old restarts that no longer count."""
     if ring.restarts and now - ring.restarts[0] > RESTART_MEMORY_S:
-        ring = dataclasses.replace(ring, restarts=ring.restarts[1:])
+        ring = replace(ring, restarts=ring.restarts[1:])
     if not ring.deadline or now < ring.deadline:
         return ring, ()
     if ring.phase == Phase.BACKOFF:
-        return _move(ring, now, Phase.WAITING, deadline=0.0, reason=ring.last_trouble), ()
-    late = Event(
-        kind="trouble",
-        generation=ring.generation,
-        reason=f"the start deadline ran out while {ring.phase}: {event.reason or 'no rank says why'}",
-    )
-    return _on_trouble(ring, late, now)
+        return _move(ring, now, Phase.WAITING, ring.last_trouble), ()
+    why = f"the start deadline ran out while {ring.phase}: {event.reason or 'no rank says why'}"
+    return _on_trouble(ring, Event(kind="trouble", reason=why), now)
 
 
-_STEPS = {
-    "plan": _on_plan,
-    "granted": _on_granted,
-    "refused": _on_trouble,
-    "loaded": _on_loaded,
-    "answered": _on_answered,
-    "trouble": _on_trouble,
-    "lost": _on_trouble,
-    "leaving": _on_trouble,
-    "stopped": _on_stopped,
-    "want": _on_want,
-    "unwant": _on_unwant,
-    "yield": _on_yield,
-    "tick": _on_tick,
+# Each event, the phases in which it counts, and what it does there.
+_STEPS: dict[str, tuple[frozenset[str], Callable[[Ring, Event, float], _Step]]] = {
+    "plan": (frozenset({Phase.WAITING}), _on_plan),
+    "granted": (frozenset({Phase.PREPARING}), _on_granted),
+    "loaded": (frozenset({Phase.LOADING}), _on_loaded),
+    "answered": (frozenset({Phase.PROBING}), _on_answered),
+    **dict.fromkeys(("trouble", "refused", "lost", "leaving"), (Phase.ACTIVE, _on_trouble)),
+    "yield": (Phase.ACTIVE, _on_yield),
+    "stopped": (frozenset({Phase.STOPPING}), _on_stopped),
+    "want": (Phase.ALL, _on_want),
+    "unwant": (Phase.ALL, _on_unwant),
+    "tick": (Phase.ALL, _on_tick),
 }
 
 
@@ -2209,12 +2137,10 @@ def diagnose(code: int, tail: Sequence[str]) -> str:
         for line in reversed(tail):
             if re.search(pattern, line):
                 return f"{words} [{line.strip()[:160]}]"
-    number = -code if code < 0 else code - 128 if code > 128 else 0
-    if number in (9, 15):  # its own output says nothing about that
-        return _SIGNALS[number]
+    number = -code if code < 0 else max(0, code - 128)
     words = _SIGNALS.get(number, f"signal {number}" if number else f"it ended with exit code {code}")
-    last = next((line.strip() for line in reversed(tail) if line.strip()), "")
-    return words + (f" [{last[:160]}]" if last else "")
+    last = next((f" [{line.strip()[:160]}]" for line in reversed(tail) if line.strip()), "")
+    return words if number in (9, 15) else words + last  # killed: its own output says nothing about that
 
 
 # ======================================================================================================
@@ -2659,16 +2585,25 @@ class Surveyor:
     RECHECK_S = 10.0  # between two looks at model files, binaries and network addresses
 
     def __init__(self, config: Config, name: str, folder: str, isolation: str) -> None:
-        self._config = config
-        self._name = name
-        self._cache = HashCache(folder)
-        self._start = time.time_ns()
-        self._machine = machine_identity()
-        self._isolation = isolation  # "" or why engines cannot be closed in
+        """`isolation`: "" or why engines cannot be closed in."""
+        self._config, self._node, self._cache = config, config.node(name), HashCache(folder)
+        self._facts = NodeFacts(
+            name=name,
+            machine=machine_identity(),
+            start=time.time_ns(),
+            protocol=PROTOCOL,
+            version=VERSION,
+            config_hash=config.hash,
+            platform=probe_platform(),
+            cores=probe_cores(),
+            memory=probe_memory(),
+            mesh_port=self._node.ports.mesh,
+            isolation=isolation,
+            engine_kind=config.engine.kind,
+            ports=self._node.ports,
+        )
         self._checked = 0.0
-        self._slow: dict[str, Any] = {}
         self._known: dict[str, tuple[Any, Any]] = {}  # probe -> what its files looked like, and what it said
-        self._available = 0
         self._progress: dict[str, int] = {}
         self._roots: dict[str, tuple[str, str]] = {}  # model -> (content hash, problem)
         self._stop = threading.Event()
@@ -2676,85 +2611,60 @@ class Surveyor:
 
     def survey(self, *, own_bytes: int) -> NodeFacts:
         """The facts now. Memory is reported in steps, so that facts change only when something did."""
-        now = time.monotonic()
-        if not self._slow or now - self._checked > self.RECHECK_S:
-            self._slow, self._checked = self._look(), now
-        memory = probe_memory()
-        if abs(memory.available_bytes - self._available) > max(memory.total_bytes // 50, 64 * MIB):
-            self._available = memory.available_bytes
-        memory = dataclasses.replace(memory, available_bytes=self._available or memory.available_bytes)
-        models = tuple(self._with_root(copy) for copy in self._slow["models"])
-        return NodeFacts(
-            name=self._name,
-            machine=self._machine,
-            start=self._start,
-            protocol=PROTOCOL,
-            version=VERSION,
-            config_hash=self._config.hash,
-            platform=probe_platform(),
-            cores=probe_cores(),
-            memory=memory,
-            mesh_port=self._config.node(self._name).ports.mesh,
-            isolation=self._isolation,
-            engine_kind=self._config.engine.kind,
-            ports=self._config.node(self._name).ports,
-            own_bytes=own_bytes // (64 * MIB) * (64 * MIB),
-            **{**self._slow, "models": models},
-        )
+        now, memory, last = time.monotonic(), probe_memory(), self._facts.memory.available_bytes
+        if not self._checked or now - self._checked > self.RECHECK_S:
+            self._facts, self._checked = self._look(), now
+        if abs(memory.available_bytes - last) <= max(memory.total_bytes // 50, 64 * MIB):
+            memory = replace(memory, available_bytes=last)
+        self._facts = replace(self._facts, memory=memory, own_bytes=own_bytes // (64 * MIB) * (64 * MIB))
+        return replace(self._facts, models=tuple(map(self._with_root, self._facts.models)))
 
-    def _look(self) -> dict[str, Any]:
-        node = self._config.node(self._name)
+    def _look(self) -> NodeFacts:
         addresses, _ = local_addresses(self._config.cluster.interfaces)
+        gpus, note = ((), "") if self._node.gpu_memory_bytes == 0 else probe_gpus()
+        models = tuple(map(self._model, self._config.models))
         roles = ENGINE_ROLES if self._config.engine.kind == "prima" else ()
-        models = tuple(self._model(model, node) for model in self._config.models)
-        gpus, note = ((), "") if node.gpu_memory_bytes == 0 else probe_gpus()
-        self._start_hashing(models)
-        binaries = tuple(self._binary(role, node.engine) for role in roles)
-        return {"addresses": addresses, "binaries": binaries, "models": models, "gpus": gpus, "gpu_note": note}
+        if roles and not (self._hasher and self._hasher.is_alive()):
+            work = [copy.path for copy in models if copy.path and not copy.problem]
+            self._hasher = threading.Thread(target=self._hash, args=(work,), name="hash", daemon=True)
+            self._hasher.start()
+        found = replace(self._facts, addresses=addresses, models=models, binaries=tuple(map(self._binary, roles)))
+        return replace(found, gpus=gpus, gpu_note=note, cores=probe_cores())
 
-    def _binary(self, role: str, engine: EngineConfig) -> BinaryFacts:
+    def _binary(self, role: str) -> BinaryFacts:
+        engine = self._node.engine
         folders = [os.path.join(self._config.folder, path) for path in engine.path]
         lib = os.path.join(self._config.folder, engine.lib) if engine.lib else ""
-        env = engine_environment(os.environ, engine, {})
-        paths = [os.path.join(folder, ROLE_BINARIES[role]) for folder in folders]
+        env, paths = engine_environment(os.environ, engine, {}), [os.path.join(f, ROLE_BINARIES[role]) for f in folders]
         probe = functools.partial(probe_binary, role, folders, lib=lib, env=env, cache=self._cache)
         return self._unless_changed(role, paths, probe)
 
-    def _model(self, model: ModelConfig, node: NodeConfig) -> ModelFacts:
-        path = find_model(model.path, folder=self._config.folder, dirs=node.model_dirs)
-        probe = functools.partial(probe_model, model.name, model.path, folder=self._config.folder, dirs=node.model_dirs)
-        return self._unless_changed(f"model {model.name}", part_paths(path), probe)
+    def _model(self, model: ModelConfig) -> ModelFacts:
+        places: dict[str, Any] = {"folder": self._config.folder, "dirs": self._node.model_dirs}
+        probe = functools.partial(probe_model, model.name, model.path, **places)
+        return self._unless_changed(f"model {model.name}", part_paths(find_model(model.path, **places)), probe)
 
     def _unless_changed(self, key: str, paths: Sequence[str], probe: Callable[[], T]) -> T:
         """What the probe said when these files last changed."""
-        signature = tuple(file_signature(path) for path in paths)
-        known = self._known.get(key)
-        if known is None or known[0] != signature:
-            known = self._known[key] = (signature, probe())
-        return typing.cast(T, known[1])
+        signature = [file_signature(path) for path in paths]
+        if key not in self._known or self._known[key][0] != signature:
+            self._known[key] = (signature, probe())
+        return typing.cast(T, self._known[key][1])
 
     def _with_root(self, copy: ModelFacts) -> ModelFacts:
         root, problem = self._roots.get(copy.path, ("", ""))
-        return dataclasses.replace(
-            copy, root=root, problem=copy.problem or problem, hashed_bytes=self._progress.get(copy.path, 0)
-        )
+        hashed = self._progress.get(copy.path, 0)
+        return replace(copy, root=root, problem=copy.problem or problem, hashed_bytes=hashed)
 
-    def _start_hashing(self, models: Sequence[ModelFacts]) -> None:
-        """Read new or changed files in the background; unchanged ones come from the cache at once."""
-        if self._config.engine.kind != "prima" or (self._hasher and self._hasher.is_alive()):
-            return
-        work = [copy for copy in models if copy.path and not copy.problem]
-        self._hasher = threading.Thread(target=self._hash, args=(work,), name="hash", daemon=True)
-        self._hasher.start()
-
-    def _hash(self, models: Sequence[ModelFacts]) -> None:
-        for copy in models:
+    def _hash(self, paths: Sequence[str]) -> None:
+        """In a thread: read new or changed files; unchanged ones come from the cache at once."""
+        for path in paths:
+            root, problem = "", ""
             try:
-                self._roots[copy.path] = (self._content(copy.path), "")
-            except ShardboxError as error:
-                self._roots[copy.path] = ("", error.what)
-            except OSError as error:
-                self._roots[copy.path] = ("", f"cannot be read: {error.strerror}")
+                root = self._content(path)
+            except (ShardboxError, OSError) as error:
+                problem = error.what if isinstance(error, ShardboxError) else f"cannot be read: {error.strerror}"
+            self._roots[path] = (root, problem)
             if self._stop.is_set():
                 return
 
@@ -2762,9 +2672,8 @@ class Surveyor:
         """The content hash over all parts; the progress counts on from part to part."""
         hashes: list[tuple[int, Sequence[str]]] = []
         for part in part_paths(path):
-            before = sum(size for size, _ in hashes)
 
-            def note(count: int, before: int = before) -> None:
+            def note(count: int, before: int = sum(size for size, _ in hashes)) -> None:
                 self._progress[path] = before + count
 
             chunks = self._cache.file_hashes(part, progress=note, stop=self._stop.is_set)
@@ -2802,42 +2711,35 @@ def write_atomic(path: str, data: bytes) -> None:
     os.replace(draft, path)
 
 
-def port_owner(port: int) -> str:
-    """Who listens on a TCP port here: "nginx (pid 812)", "" where that cannot be seen."""
+def port_owner_hint(port: int) -> str:
+    """What to do about a TCP port that is taken; names its owner where that can be seen."""
     inodes = set()
     for table in ("/proc/net/tcp", "/proc/net/tcp6"):
         with contextlib.suppress(OSError), open(table) as file:
-            for line in file.readlines()[1:]:
-                fields = line.split()
-                if fields[3] == "0A" and int(fields[1].rsplit(":", 1)[1], 16) == port:
+            for fields in map(str.split, file.readlines()[1:]):
+                if fields[3] == "0A" and int(fields[1].rsplit(":", 1)[1], 16) == port:  # 0A: LISTEN
                     inodes.add(f"socket:[{fields[9]}]")
     for pid in filter(str.isdigit, os.listdir("/proc") if inodes else []):
         with contextlib.suppress(OSError):
             for fd in os.listdir(f"/proc/{pid}/fd"):
                 if os.readlink(f"/proc/{pid}/fd/{fd}") in inodes:
                     with open(f"/proc/{pid}/comm") as file:
-                        return f"{file.read().strip()} (pid {pid})"
-    return ""
-
-
-def port_owner_hint(port: int) -> str:
-    """What to do about a port that is taken."""
-    owner = port_owner(port)
-    return f"port {port} is used by {owner}; end it or choose another port" if owner else f"is port {port} taken?"
+                        owner = f"{file.read().strip()} (pid {pid})"
+                    return f"port {port} is used by {owner}; end it or choose another port"
+    return f"is port {port} taken?"
 
 
 def check_ports_free(wiring: RankWiring) -> None:
     """Raises EngineError naming the first port of this rank that another process holds."""
     own = [wiring.data_port, wiring.signal_port] if wiring.routes else []
-    for port in [*own, *[route.port for route in wiring.routes], *([wiring.http_port] if wiring.http_port else [])]:
+    for port in filter(None, [*own, *(route.port for route in wiring.routes), wiring.http_port]):
         with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as sock:
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             try:
                 sock.bind(("0.0.0.0", port))
             except OSError as error:
-                raise EngineError(
-                    f"port {port} cannot be had: {error.strerror}", where="ports", hint=port_owner_hint(port)
-                ) from None
+                what = f"port {port} cannot be had: {error.strerror}"
+                raise EngineError(what, where="ports", hint=port_owner_hint(port)) from None
 
 
 def own_file() -> str:
@@ -2855,10 +2757,9 @@ def self_command() -> list[str]:
 
 
 def state_folder(cluster: str, node: str) -> str:
-    """Where this node keeps its state: see the README. Raises UsageError where no place can be found."""
-    if os.geteuid() == 0:
-        base = "/var/lib/shardbox"
-    else:
+    """Where this node keeps its state; see the README."""
+    base = "/var/lib/shardbox"
+    if os.geteuid() != 0:
         home = os.environ.get("XDG_STATE_HOME") or os.path.join(os.path.expanduser("~"), ".local", "state")
         base = os.path.join(home, "shardbox")
     return os.path.join(os.environ.get("SHARDBOX_STATE") or base, cluster, node)
@@ -4507,7 +4408,7 @@ def rehearse(argv: Sequence[str], environ: Mapping[str, str], *, hook: Rehearsal
 # 12. Supervisor: peers, this node's ranks, the rings that it leads, and the node that holds them together
 # ======================================================================================================
 
-MAX_HINTS = 16  # addresses remembered for one node
+MAX_PEERS, MAX_HINTS = 1024, 16  # names remembered, and addresses of one name: adverts are anybody's
 POLL_S = 2.0  # between two questions to a peer
 CALL_TIMEOUT_S = 5.0  # bounds one question to a peer
 LOST_S = 7.0  # a peer silent for longer is lost: three questions unanswered
@@ -4517,230 +4418,20 @@ TERM_S = 2.0  # from SIGTERM to SIGKILL
 STALL_S = 30.0  # a request in flight, nothing moves and nobody computes for so long: the ring hangs
 WIRE_GRACE_S = 0.5  # from a broken wire to the alarm: the engine whose end broke it can say more
 WATCH_S = 1.0  # between two looks at a ring's ranks
+TWIN_HINT = "give this one another name: --node NAME, SHARDBOX_NODE or its hostname"
+Target = tuple[str, str, int]  # node, address, port
 
 
-class DialConnector(aiohttp.BaseConnector):
-    """An aiohttp connector whose connections come from `dial(host)`, a blocking call that returns a socket."""
-
-    def __init__(self, dial: Callable[[str], socket.socket], pool: Executor) -> None:
-        super().__init__(limit=0, keepalive_timeout=30.0)
-        self._dial = dial
-        self._pool = pool
-
-    async def _create_connection(self, req: Any, traces: Any, timeout: Any) -> Any:
-        loop = asyncio.get_running_loop()
-        sock = await loop.run_in_executor(self._pool, self._dial, str(req.url.host))
-        sock.setblocking(False)
-        _, protocol = await loop.create_connection(self._factory, sock=sock)
-        return protocol
+def new_event() -> asyncio.Event:
+    """A function, so that asyncio is imported only by who needs it."""
+    return asyncio.Event()
 
 
-class Links:
-    """HTTP to other nodes over the mesh. A target is (node, address, port)."""
-
-    def __init__(self, mesh: Mesh, pool: Executor) -> None:
-        self._mesh = mesh
-        self._targets: dict[str, tuple[str, str, int]] = {}
-        self._tokens: dict[tuple[str, str, int], str] = {}
-        self.session = aiohttp.ClientSession(
-            connector=DialConnector(self._dial, pool), timeout=aiohttp.ClientTimeout(total=None)
-        )
-
-    def _dial(self, host: str) -> socket.socket:
-        node, address, port = self._targets[host]
-        try:
-            return self._mesh.connect(address, port, node, "control", CALL_TIMEOUT_S)
-        except MeshError as error:
-            raise MeshCallError(error) from error
-
-    def url(self, target: tuple[str, str, int], path: str) -> str:
-        """The URL of a path on that node, for `session`."""
-        token = self._tokens.setdefault(target, f"node-{len(self._tokens)}")
-        self._targets[token] = target
-        return f"http://{token}{path}"
-
-    async def call(
-        self, target: tuple[str, str, int], method: str, path: str, body: Any = None, timeout_s: float = CALL_TIMEOUT_S
-    ) -> Any:
-        """The JSON answer. Raises ShardboxError with the peer's own words, or why it cannot be asked."""
-        try:
-            async with asyncio.timeout(timeout_s):
-                async with self.session.request(method, self.url(target, path), json=body) as reply:
-                    data = await reply.json(content_type=None)
-                    status = reply.status
-        except TimeoutError:
-            raise MeshError(f"no answer within {format_duration(timeout_s)}", where=target[0]) from None
-        except MeshCallError as error:
-            raise error.error from None
-        except (aiohttp.ClientError, OSError, ValueError) as error:
-            raise MeshError(f"the connection broke ({error or type(error).__name__})", where=target[0]) from None
-        if status != 200:
-            said = data.get("error") if isinstance(data, dict) else None
-            what, hint = (said.get("what"), said.get("hint")) if isinstance(said, dict) else (None, None)
-            kind = "twin" if isinstance(said, dict) and said.get("kind") == "twin" else "refused"
-            raise MeshError(str(what or f"answered {status}"), kind=kind, where=target[0], hint=str(hint or ""))
-        return data
-
-    async def close(self) -> None:
-        """Close every connection."""
-        await self.session.close()
-
-
-class MeshCallError(aiohttp.ClientError):
-    """Carries a MeshError through aiohttp, which lets only its own errors and OSError pass."""
-
-    def __init__(self, error: MeshError) -> None:
-        super().__init__(str(error))
-        self.error = error
-
-
-@dataclass(slots=True, kw_only=True)
-class Peer:
-    """What we know of one other node. `last_seen` is our own monotonic clock; 0: never."""
-
-    name: str
-    hints: dict[tuple[str, int], Hint] = dataclasses.field(default_factory=dict)
-    facts: NodeFacts | None = None
-    facts_digest: str = ""
-    models: tuple[ModelView, ...] = ()
-    target: tuple[str, str, int] | None = None
-    source: str = ""
-    rtt_ms: float = 0.0
-    last_seen: float = 0.0
-    wall_skew_s: float = 0.0
-    problem: str = ""
-    twin: str = ""  # another machine that calls itself the same
-
-
-class Peers:
-    """Asks every node that a hint points at, and knows who is live."""
-
-    def __init__(
-        self,
-        *,
-        name: str,
-        links: Links,
-        hints: Callable[[], Iterable[Hint]],
-        hello: Callable[[], dict[str, str]],
-        on_state: Callable[[Peer, dict[str, Any]], None],
-        on_twin: Callable[[ShardboxError], None],
-    ) -> None:
-        self.known: dict[str, Peer] = {}
-        self._name = name
-        self._links = links
-        self._hints = hints
-        self._hello = hello
-        self._on_state = on_state
-        self._on_twin = on_twin
-        self._tasks: dict[str, asyncio.Task[None]] = {}
-        self._news: dict[str, asyncio.Event] = {}
-
-    def refresh(self) -> None:
-        """Take in new hints; a name heard of for the first time gets its own task. One that never proved itself is
-        forgotten with its last hint."""
-        hints = list(self._hints())
-        heard = {hint.node for hint in hints}
-        for name in [name for name, peer in self.known.items() if name not in heard and peer.facts is None]:
-            self._tasks.pop(name).cancel()
-            del self.known[name]
-            self._news.pop(name, None)
-        for hint in hints:
-            peer = self.known.get(hint.node)
-            if peer is None:
-                if len(self.known) >= 1024:
-                    continue
-                peer = self.known[hint.node] = Peer(name=hint.node)
-                self._tasks[hint.node] = asyncio.get_running_loop().create_task(self._follow(peer))
-            peer.hints[hint.address, hint.port] = hint
-            if len(peer.hints) > MAX_HINTS:
-                del peer.hints[next(iter(peer.hints))]
-
-    def ask_now(self, name: str) -> None:
-        """That node has news: ask it at once."""
-        if name in self._news:
-            self._news[name].set()
-
-    def live(self) -> list[Peer]:
-        """Peers that answered within LOST_S."""
-        now = time.monotonic()
-        return [peer for peer in self.known.values() if peer.facts and now - peer.last_seen <= LOST_S]
-
-    def target(self, name: str) -> tuple[str, str, int]:
-        """Where to reach a node now. Raises MeshError where it never answered."""
-        peer = self.known.get(name)
-        if peer is None or peer.target is None:
-            raise MeshError("never seen", where=name)
-        return peer.target
-
-    async def call(self, name: str, method: str, path: str, body: Any = None, timeout_s: float = CALL_TIMEOUT_S) -> Any:
-        """Ask a node by name."""
-        return await self._links.call(self.target(name), method, path, body, timeout_s)
-
-    async def _follow(self, peer: Peer) -> None:
-        news = self._news[peer.name] = asyncio.Event()
-        while True:
-            news.clear()
-            try:
-                await self._ask(peer)
-            except ShardboxError as error:
-                peer.problem = str(error.what)
-            with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(news.wait(), POLL_S)
-
-    async def _ask(self, peer: Peer) -> None:
-        """One question, at the address that answered last, else at each that we know."""
-        order = sorted(
-            peer.hints.values(),
-            key=lambda hint: (peer.target != (peer.name, hint.address, hint.port), hint.source != "static"),
-        )
-        problem: ShardboxError | None = None
-        for hint in order:
-            target = (peer.name, hint.address, hint.port)
-            query = urllib.parse.urlencode({**self._hello(), "have": peer.facts_digest})
-            started = time.monotonic()
-            try:
-                state = await self._links.call(target, "GET", f"/peer/state?{query}")
-                self._take(peer, hint, state, started)
-                return
-            except ShardboxError as error:
-                if isinstance(error, MeshError) and error.kind == "twin":
-                    self._on_twin(UsageError(error.what, hint=error.hint))
-                error.what = f"{error.what} ({hint.address}:{hint.port})"
-                problem = problem or error
-        if problem:
-            raise problem
-
-    def _take(self, peer: Peer, hint: Hint, state: dict[str, Any], started: float) -> None:
-        now = time.monotonic()
-        facts = peer.facts if state.get("facts") is None else from_json(NodeFacts, state["facts"], "facts")
-        if facts is None:
-            peer.facts_digest = ""
-            raise MessageError("sent no facts", where=peer.name)
-        if facts.protocol != PROTOCOL:
-            raise MeshError(
-                f"speaks protocol {facts.protocol}, this box {PROTOCOL} (shardbox {facts.version})",
-                kind="protocol",
-                where=peer.name,
-            )
-        if peer.facts and facts.machine != peer.facts.machine and now - peer.last_seen <= LOST_S:
-            peer.twin = f"two machines call themselves {peer.name}: {hint.address} is ignored"
-            return
-        if peer.facts and facts.machine == peer.facts.machine and facts.start < peer.facts.start:
-            return  # an older start of the same node, late
-        rtt_ms = (now - started) * 1000
-        peer.facts, peer.facts_digest = facts, str(state.get("digest", ""))
-        peer.models = tuple(from_json(ModelView, view, "models") for view in state.get("models") or [])
-        peer.rtt_ms = rtt_ms if not peer.rtt_ms else min(rtt_ms, 0.8 * peer.rtt_ms + 0.2 * rtt_ms)
-        peer.target, peer.source = (peer.name, hint.address, hint.port), hint.source
-        peer.last_seen, peer.problem = now, ""
-        peer.wall_skew_s = float(state.get("wall", 0.0)) - time.time() if state.get("wall") else 0.0
-        self._on_state(peer, state)
-
-    async def close(self) -> None:
-        """Stop asking."""
-        for task in self._tasks.values():
-            task.cancel()
-        await asyncio.gather(*self._tasks.values(), return_exceptions=True)
+def keep_task(tasks: set[asyncio.Task[None]], work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+    """Run it beside everything else; `tasks` holds it until it ends, as the event loop does not."""
+    tasks.add(task := asyncio.get_running_loop().create_task(work))
+    task.add_done_callback(tasks.discard)
+    return task
 
 
 async def gather_all(actions: Iterable[Awaitable[None]]) -> None:
@@ -4748,6 +4439,270 @@ async def gather_all(actions: Iterable[Awaitable[None]]) -> None:
     for result in await asyncio.gather(*actions, return_exceptions=True):
         if isinstance(result, BaseException):
             raise result
+
+
+def view_of(kind: type[T], *sources: object, **given: Any) -> T:
+    """A view: each field is given, or comes from the first source that has an attribute of its name."""
+    for field in dataclasses.fields(typing.cast(Any, kind)):
+        holder = next((source for source in sources if hasattr(source, field.name)), None)
+        if field.name not in given and holder is not None:
+            given[field.name] = getattr(holder, field.name)
+    return kind(**given)
+
+
+class Box:
+    """This node as its parts see it: settings, today's facts, threads, and tasks that nobody waits for."""
+
+    def __init__(self, config: Config, name: str, folder: str, facts: NodeFacts) -> None:
+        self.config, self.name, self.folder, self.facts = config, name, folder, facts
+        self.settings = config.node(name)
+        self.rehearses = config.engine.kind == "rehearsal"
+        self.started = time.monotonic()
+        self.pool = ThreadPoolExecutor(max_workers=64, thread_name_prefix="call")
+        self.tasks: set[asyncio.Task[None]] = set()
+        self.stop = asyncio.Event()
+        self.failure: ShardboxError | None = None
+
+    def fail(self, error: ShardboxError) -> None:
+        """End this node with an error for its operator."""
+        self.failure = self.failure or error
+        self.stop.set()
+
+    def model(self, name: str) -> ModelConfig:
+        """The model that another node's message names. Raises PlanError where it is not configured here."""
+        for model in self.config.models:
+            if model.name == name:
+                return model
+        hint = "put the same shardbox.toml on every box"
+        raise PlanError(f"not in the configuration of {self.name}", where=f"model {name[:100]}", hint=hint)
+
+    async def in_thread(self, call: Callable[..., T], *args: Any, **options: Any) -> T:
+        """What a blocking call returns."""
+        return await asyncio.get_running_loop().run_in_executor(self.pool, functools.partial(call, *args, **options))
+
+
+def dialled_session(dial: Callable[[str], socket.socket], pool: Executor) -> aiohttp.ClientSession:
+    """An HTTP client without a time limit, whose connections come from `dial(host)`, a blocking call."""
+
+    class DialConnector(aiohttp.BaseConnector):  # here, so that aiohttp is imported only by who needs it
+        async def _create_connection(self, req: Any, traces: Any, timeout: Any) -> Any:
+            loop = asyncio.get_running_loop()
+            sock = await loop.run_in_executor(pool, dial, str(req.url.host))
+            sock.setblocking(False)
+            _, protocol = await loop.create_connection(self._factory, sock=sock)
+            return protocol
+
+    connector = DialConnector(limit=0, keepalive_timeout=30.0)
+    return aiohttp.ClientSession(connector=connector, timeout=aiohttp.ClientTimeout(total=None))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PeerState:
+    """What a node answers when another asks how it is."""
+
+    facts: NodeFacts | None = None  # None: the asker has those with this digest
+    digest: str = ""
+    uptime: float = 0.0
+    wall: float = 0.0
+    desired: dict[str, tuple[Any, ...]] = dataclasses.field(default_factory=dict)  # see Node.desired
+    models: tuple[ModelView, ...] = ()
+
+
+@dataclass(slots=True, kw_only=True)
+class Peer:
+    """What we know of one other node. `last_seen` is our own monotonic clock; 0: never."""
+
+    name: str
+    hints: dict[tuple[str, int], Hint] = dataclasses.field(default_factory=dict)  # the one heard last is last
+    facts: NodeFacts | None = None
+    facts_digest: str = ""
+    models: tuple[ModelView, ...] = ()
+    target: Target | None = None
+    source: str = ""
+    rtt_ms: float = 0.0
+    last_seen: float = 0.0
+    wall_skew_s: float = 0.0
+    problem: str = ""
+    twin: str = ""  # another machine that calls itself the same
+    news: asyncio.Event = dataclasses.field(default_factory=new_event)  # ask it now
+    following: asyncio.Task[None] | None = None
+
+
+class Peers:
+    """Asks every node that a hint points at, knows who is live, and tells twins apart."""
+
+    def __init__(
+        self, box: Box, mesh: Mesh, hints: Callable[[], Iterable[Hint]], on_state: Callable[[PeerState], None]
+    ) -> None:
+        self.known: dict[str, Peer] = {}
+        self.newest = box.started  # when the last one was found
+        self.session = dialled_session(self._connect, box.pool)
+        self._box, self._mesh, self._hints, self._on_state = box, mesh, hints, on_state
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    def refresh(self) -> None:
+        """Take in new hints; a name heard of for the first time gets its own task. One that never proved itself is
+        forgotten with its last hint."""
+        hints = list(self._hints())
+        heard = {hint.node for hint in hints}
+        for name in [name for name, peer in self.known.items() if name not in heard and peer.facts is None]:
+            if following := self.known.pop(name).following:
+                following.cancel()
+        for hint in hints:
+            peer = self.known.get(hint.node)
+            if peer is None:
+                if len(self.known) >= MAX_PEERS:
+                    continue
+                peer = self.known[hint.node] = Peer(name=hint.node)
+                peer.following = keep_task(self._tasks, self._follow(peer))
+            peer.hints.pop((hint.address, hint.port), None)
+            peer.hints[hint.address, hint.port] = hint
+            if len(peer.hints) > MAX_HINTS:
+                del peer.hints[next(iter(peer.hints))]
+
+    def ask_now(self, name: str) -> None:
+        """That node has news: ask it at once."""
+        if name in self.known:
+            self.known[name].news.set()
+
+    def live(self) -> list[Peer]:
+        """Peers that answered within LOST_S."""
+        now = time.monotonic()
+        return [peer for peer in self.known.values() if peer.facts and now - peer.last_seen <= LOST_S]
+
+    def target(self, name: str) -> Target:
+        """Where to reach a node now. Raises MeshError where it never answered."""
+        peer = self.known.get(name)
+        if peer is None or peer.target is None:
+            raise MeshError("never seen", where=name)
+        return peer.target
+
+    def dial(self, name: str, service: str) -> SealedLink:
+        """A link for the forwarder; blocks, any thread. Raises MeshError."""
+        node, address, port = self.target(name)
+        return self._mesh.dial(address, port, node, service, CALL_TIMEOUT_S)
+
+    def _connect(self, host: str) -> socket.socket:
+        node, address, port = json.loads(bytes.fromhex(host.removeprefix("node-")))
+        try:
+            return self._mesh.connect(address, port, node, "control", CALL_TIMEOUT_S)
+        except MeshError as error:  # aiohttp lets only its own pass
+            raise aiohttp.ClientError(str(error)) from error
+
+    def url(self, target: Target, path: str) -> str:
+        """The URL of a path on that node, for `session`; its host spells the target, so nothing is remembered."""
+        return f"http://node-{json.dumps(target).encode().hex()}{path}"
+
+    async def call(
+        self, to: str | Target, method: str, path: str, body: Any = None, timeout_s: float = CALL_TIMEOUT_S
+    ) -> Any:
+        """The JSON answer of a node. Raises MeshError with its own words, or why it cannot be asked."""
+        target = self.target(to) if isinstance(to, str) else to
+        try:
+            url = self.url(target, path)
+            async with asyncio.timeout(timeout_s), self.session.request(method, url, json=body) as reply:
+                data = await reply.json(content_type=None)
+        except TimeoutError:
+            raise MeshError(f"no answer within {format_duration(timeout_s)}", where=target[0]) from None
+        except (aiohttp.ClientError, OSError, ValueError, RecursionError) as error:
+            if isinstance(error.__cause__, MeshError):
+                raise error.__cause__ from None
+            raise MeshError(f"the connection broke ({error or type(error).__name__})", where=target[0]) from None
+        if reply.status == 200:
+            return data
+        said = data.get("error") if isinstance(data, dict) else None
+        said = said if isinstance(said, dict) else {}
+        kind = "twin" if said.get("kind") == "twin" else "refused"
+        what, hint = str(said.get("what") or f"answered {reply.status}"), str(said.get("hint") or "")
+        raise MeshError(what, kind=kind, where=target[0], hint=hint)
+
+    async def _follow(self, peer: Peer) -> None:
+        while True:
+            peer.news.clear()
+            try:
+                await self._ask(peer)
+            except ShardboxError as error:
+                peer.problem = str(error.what)
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(peer.news.wait(), POLL_S)
+
+    async def _ask(self, peer: Peer) -> None:
+        """One question, at the address that answered last while it is still heard of, else at each that we know."""
+        heard = {(hint.address, hint.port) for hint in self._hints() if hint.node == peer.name}
+
+        def rank(hint: Hint) -> tuple[bool, bool, bool]:
+            place = (hint.address, hint.port)
+            return place not in heard, peer.target != (peer.name, *place), hint.source != "static"
+
+        problem: ShardboxError | None = None
+        for hint in sorted(peer.hints.values(), key=rank):
+            started, uptime_s = time.monotonic(), time.monotonic() - self._box.started
+            hello = {"machine": self._box.facts.machine, "uptime": f"{uptime_s:.3f}", "have": peer.facts_digest}
+            path = f"/peer/state?{urllib.parse.urlencode(hello)}"
+            try:
+                state = await self.call((peer.name, hint.address, hint.port), "GET", path)
+                self._take(peer, hint, from_json(PeerState, state, "state"), started)
+                return
+            except ShardboxError as error:
+                if isinstance(error, MeshError) and error.kind == "twin":
+                    self._box.fail(UsageError(error.what, hint=error.hint))
+                error.what = f"{error.what} ({hint.address}:{hint.port})"
+                problem = problem or error
+        if problem:
+            raise problem
+
+    def _take(self, peer: Peer, hint: Hint, state: PeerState, started: float) -> None:
+        now, known = time.monotonic(), peer.facts
+        facts = state.facts or known
+        if facts is None:
+            peer.facts_digest = ""
+            raise MessageError("sent no facts", where=peer.name)
+        if facts.protocol != PROTOCOL:
+            what = f"speaks protocol {facts.protocol}, this box {PROTOCOL} (shardbox {facts.version})"
+            raise MeshError(what, kind="protocol", where=peer.name)
+        if known and facts.machine != known.machine and now - peer.last_seen <= LOST_S:
+            peer.twin = f"two machines call themselves {peer.name}: {hint.address} is ignored"
+            return
+        if known and facts.machine == known.machine and facts.start < known.start:
+            return  # an older start of the same node, late
+        rtt_ms = (now - started) * 1000
+        peer.rtt_ms = rtt_ms if not peer.rtt_ms else min(rtt_ms, 0.8 * peer.rtt_ms + 0.2 * rtt_ms)
+        peer.facts, peer.facts_digest, peer.models = facts, state.digest, state.models
+        peer.target, peer.source = (peer.name, hint.address, hint.port), hint.source
+        peer.last_seen, peer.problem = now, ""
+        peer.wall_skew_s = state.wall - time.time() if state.wall else 0.0
+        if peer.name == self._box.name and facts.machine != self._box.facts.machine:
+            self._end_younger(facts.machine, state.uptime)
+            return
+        if known is None:
+            self.newest = now
+            log.info("found %s at %s (%s, %.1f ms)", peer.name, hint.address, hint.source, rtt_ms)
+        self._on_state(state)
+
+    def _end_younger(self, machine: str, uptime_s: float) -> bool:
+        """Of two boxes with this node's name the younger ends: whether that is this one."""
+        younger = uptime_s > time.monotonic() - self._box.started
+        if younger:
+            what = f"another box (machine {machine[:8]}) already is node {self._box.name}"
+            self._box.fail(UsageError(what, hint=TWIN_HINT))
+        return younger
+
+    def check_twin(self, caller: str, machine: str, uptime_s: float) -> None:
+        """Raises MeshError (kind "twin") towards a caller whose name an older box holds."""
+        mine = caller == self._box.name
+        known = next((peer.facts for peer in self.live() if peer.name == caller), None)
+        holder = self._box.facts if mine else known
+        if holder is None or machine == holder.machine or (mine and self._end_younger(machine, uptime_s)):
+            return
+        what = f"another box (machine {holder.machine[:8]}) already is node {caller}"
+        raise MeshError(what, kind="twin", hint=TWIN_HINT)
+
+    async def close(self) -> None:
+        """Stop asking."""
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self.session.close()
 
 
 @dataclass(slots=True, kw_only=True)
@@ -4764,130 +4719,112 @@ class RankRun:
     exit_code: int | None = None
     problem: str = ""
     isolation_problem: str = ""
-    bound: asyncio.Event = dataclasses.field(default_factory=asyncio.Event)
-    exited: asyncio.Event = dataclasses.field(default_factory=asyncio.Event)
+    bound: asyncio.Event = dataclasses.field(default_factory=new_event)
+    exited: asyncio.Event = dataclasses.field(default_factory=new_event)
     starting: asyncio.Task[None] | None = None
     ending: asyncio.Task[None] | None = None
-    tasks: list[asyncio.Task[None]] = dataclasses.field(default_factory=list)  # end with the run
-    wires: list[tuple[Route, Wire, WireStats]] = dataclasses.field(default_factory=list)
-    inbound: dict[str, WireStats] = dataclasses.field(default_factory=dict)
+    tasks: set[asyncio.Task[None]] = dataclasses.field(default_factory=set)  # end with the run
+    wires: list[tuple[Route, Wire]] = dataclasses.field(default_factory=list)
     session: aiohttp.ClientSession | None = None  # to the engine's HTTP; leaders only
+
+    @property
+    def works(self) -> bool:
+        """Whether its engine is expected to run."""
+        return self.phase in ("starting", "bound")
+
+    def close(self) -> None:
+        """Give back what it holds of the system; blocks."""
+        for _, wire in self.wires:
+            wire.close()
+        for part in (self.engine, self.log):
+            if part is not None:
+                part.close()
+
+
+def check_own(name: str, copy: ModelFacts, binary: BinaryFacts, expect: Expected) -> None:
+    """Raises ShardboxError where this node's engine or model file is not what the leader has."""
+    if binary.problem:
+        raise EngineError(binary.problem, where=f"{name}: {binary.role} binary", hint=binary.hint)
+    if expect.commit and binary.commit and binary.commit != expect.commit:
+        what = f"built from commit {binary.commit}, the leader's from {expect.commit}"
+        hint = "engines of one ring must be one build: copy the same binaries to every box"
+        raise EngineError(what, where=f"{name}: {binary.path}", hint=hint)
+    where = f"{name}: {copy.path or copy.name}"
+    if copy.problem or not copy.root:
+        raise GgufError(copy.problem or "still being read", where=where, hint=copy.hint)
+    if expect.root and copy.root != expect.root:
+        what = f"has other bytes than the leader's copy ({copy.root[:8]}, not {expect.root[:8]})"
+        raise GgufError(what, where=where, hint="copy the file again, from the leader")
 
 
 class RankHost:
     """Grants leases, starts engines with their wires, and stops them. All in the event loop but `open_service`."""
 
-    def __init__(
-        self,
-        *,
-        config: Config,
-        name: str,
-        folder: str,
-        spawner: Spawner,
-        pool: Executor,
-        facts: Callable[[], NodeFacts],
-        dial: Callable[[str, str], SealedLink],
-        bound_far: Callable[[str, str, str], Awaitable[None]],
-        on_trouble: Callable[[RankRun, str], None],
-    ) -> None:
-        self.runs: dict[str, RankRun] = {}
+    def __init__(self, box: Box, spawner: Spawner, peers: Peers, on_trouble: Callable[[RankRun, str], None]) -> None:
+        self.runs: dict[str, RankRun] = {}  # by model
         self.exits: collections.deque[str] = collections.deque(maxlen=8)
-        self._explaining: set[asyncio.Task[None]] = set()
         self._claims: dict[str, Lease] = {}  # which proposer may form a ring now, by model
-        self._config = config
-        self._name = name
-        self._folder = folder
-        self._spawner = spawner
-        self._pool = pool
-        self._facts = facts
-        self._dial = dial
-        self._bound_far = bound_far
-        self._on_trouble = on_trouble
+        self._box, self._spawner, self._peers, self._on_trouble = box, spawner, peers, on_trouble
+
+    async def answer(self, verb: str, body: Mapping[str, Any], proposer: str) -> Any:
+        """What a proposer, be it this node or a peer, asks of the rank here: prepare | launch | lease | release.
+        JSON in and out. Raises ShardboxError."""
+        generation = body["generation"]
+        if verb == "prepare":
+            expect = from_json(Expected, body.get("expect") or {}, "expect")
+            await self._prepare(from_json(ModelPlan, body.get("plan"), "plan"), generation, proposer, expect)
+            return {}
+        model = self._box.model(body["model"]).name
+        if verb == "release":
+            run = self.runs.get(model)
+            if run and run.lease.generation == generation and run.lease.proposer == proposer:
+                await self.release(run, orderly=bool(body.get("orderly")))
+            return {}
+        run = self.get(model, generation)
+        run.lease = grant(run.lease, model=model, proposer=proposer, generation=generation, now=time.monotonic())
+        if verb == "launch":
+            await self._launch(run)
+        return to_json(self.view(run))
 
     def get(self, model: str, generation: str) -> RankRun:
         """The run that a message is about. Raises PlanError for an old generation."""
-        run = self.runs.get(model)
+        run = self.runs.get(self._box.model(model).name)
         if run is None or run.lease.generation != generation:
             raise PlanError(f"no rank under generation {generation} here", where=f"model {model}")
         return run
 
-    async def prepare(self, plan: ModelPlan, generation: str, proposer: str, expect: Expected) -> None:
-        """Grant the lease for this node's rank after checking what only this node can check. Raises ShardboxError.
-
-        `expect`: what the leader has."""
-        model = self._config.model(plan.model)
-        if model is None:
-            hint = "put the same shardbox.toml on every box"
-            raise PlanError(f"not in the configuration of {self._name}", where=f"model {plan.model}", hint=hint)
-        if sum(rank.window for rank in plan.ranks) != plan.layers or plan.leader != proposer:
-            raise PlanError("the proposed plan contradicts itself", where=f"model {plan.model}")
-        claim = self._claims.get(plan.model)
-        lend = functools.partial(
-            grant, model=plan.model, proposer=proposer, generation=generation, now=time.monotonic()
-        )
-        self._claims[plan.model] = lend(claim if claim and claim.proposer != proposer else None)
-        mine, held = plan.rank_of(self._name), self.runs.get(plan.model)
+    async def _prepare(self, plan: ModelPlan, generation: str, proposer: str, expect: Expected) -> None:
+        """Grant the lease for this node's rank after checking what only this node can check."""
+        name, box = plan.model, self._box
+        model = box.model(name)
+        numbered = [rank.rank for rank in plan.ranks] == [*range(plan.world)]
+        layers = sum(rank.window for rank in plan.ranks)
+        if not plan.ranks or not numbered or layers != plan.layers or plan.leader != proposer:
+            raise PlanError("the proposed plan contradicts itself", where=f"model {name}")
+        lend = functools.partial(grant, model=name, proposer=proposer, generation=generation, now=time.monotonic())
+        claim = self._claims.get(name)
+        self._claims[name] = lend(claim if claim and claim.proposer != proposer else None)
+        mine, held = plan.rank_of(box.name), self.runs.get(name)
         if mine is None:  # a consent: nobody else will be granted this model while the ring forms
             if held and held.ending is None and held.lease.proposer != proposer:
-                raise PlanError(f"{self._name} is in a ring of {held.lease.proposer}", where=f"model {plan.model}")
+                raise PlanError(f"{box.name} is in a ring of {held.lease.proposer}", where=f"model {name}")
             return
-        if held and held.lease.proposer == proposer and held.lease.generation != generation:
-            await self.release(plan.model, held.lease.generation, orderly=False)
-            held = None
-        lease = lend(held.lease if held else None)
-        if held and held.lease.generation == generation:
-            held.lease = lease
+        if held and (held.lease.proposer, held.lease.generation) == (proposer, generation):
+            held.lease = lend(held.lease)
             return
-        if held:  # its lease ran out but it has not been reaped yet
-            await self.release(plan.model, held.lease.generation, orderly=False)
-        role = "leader" if mine.rank == 0 else "worker"
-        copy = self._check_own(plan, role, expect)
-        node = self._config.node(self._name)
-        wiring = wire_rank(
-            plan,
-            mine.rank,
-            ports=node.ports,
-            engine=node.engine,
-            model=model,
-            path=copy.path or os.path.join(self._config.folder, model.path),
-        )
-        self.runs[plan.model] = RankRun(lease=lease, plan=plan, rank=mine.rank, wiring=wiring)
+        if held:  # of another proposer only when its lease ran out, but it has not been reaped yet
+            lend(None if held.lease.proposer == proposer else held.lease)
+            await self.release(held, orderly=False)
+        copy = box.facts.model(name)
+        if not box.rehearses:
+            check_own(box.name, copy, box.facts.binary("leader" if mine.rank == 0 else "worker"), expect)
+        path = copy.path or os.path.join(box.config.folder, model.path)
+        ports, engine = box.settings.ports, box.settings.engine
+        wiring = wire_rank(plan, mine.rank, ports=ports, engine=engine, model=model, path=path)
+        self.runs[name] = RankRun(lease=lend(None), plan=plan, rank=mine.rank, wiring=wiring)
 
-    def _check_own(self, plan: ModelPlan, role: str, expect: Expected) -> ModelFacts:
-        facts = self._facts()
-        copy = facts.model(plan.model)
-        if self._config.engine.kind == "rehearsal":
-            return copy
-        binary = facts.binary(role)
-        if binary.problem:
-            raise EngineError(binary.problem, where=f"{self._name}: {role} binary", hint=binary.hint)
-        if expect.commit and binary.commit and binary.commit != expect.commit:
-            raise EngineError(
-                f"built from commit {binary.commit}, the leader's from {expect.commit}",
-                where=f"{self._name}: {binary.path}",
-                hint="engines of one ring must be one build: copy the same binaries to every box",
-            )
-        if copy.problem or not copy.root:
-            raise GgufError(
-                copy.problem or "still being read", where=f"{self._name}: {copy.path or plan.model}", hint=copy.hint
-            )
-        if expect.root and copy.root != expect.root:
-            raise GgufError(
-                f"has other bytes than the leader's copy ({copy.root[:8]}, not {expect.root[:8]})",
-                where=f"{self._name}: {copy.path}",
-                hint="copy the file again, from the leader",
-            )
-        return copy
-
-    def renew(self, model: str, generation: str, proposer: str) -> RankRun:
-        """Extend the lease. Raises PlanError when it is not the caller's."""
-        run = self.get(model, generation)
-        run.lease = grant(run.lease, model=model, proposer=proposer, generation=generation, now=time.monotonic())
-        return run
-
-    async def launch(self, model: str, generation: str) -> None:
-        """Start the engine and open its wires as the far ranks come up. Raises ShardboxError."""
-        run = self.get(model, generation)
+    async def _launch(self, run: RankRun) -> None:
+        """Start the engine, and its wires as the far ranks come up; once, however often it is asked for."""
         if run.starting is None and run.ending is None:
             run.phase = "starting"
             run.starting = asyncio.get_running_loop().create_task(self._start(run))
@@ -4895,133 +4832,124 @@ class RankHost:
             await asyncio.shield(run.starting)  # a caller that goes away must not leave half a start
 
     async def _start(self, run: RankRun) -> None:
-        await self._start_engine(run)
-        assert run.engine is not None
-        loop = asyncio.get_running_loop()
-        name = f"exit-{run.engine.pid}"
-        threading.Thread(target=self._wait_exit, args=(run, loop), daemon=True, name=name).start()
-        if run.ending is not None:
-            return
-        create = loop.create_task
-        run.tasks.append(create(self._watch_bound(run)))
-        for node in sorted({route.node for route in run.wiring.routes}):
-            run.tasks.append(create(self._open_wires(run, node)))
-
-    async def _start_engine(self, run: RankRun) -> None:
-        loop = asyncio.get_running_loop()
-        node = self._config.node(self._name)
-        problem = self._facts().isolation
-        isolate = node.engine.isolate != "never" and not problem
-        if node.engine.isolate == "always" and problem:
-            raise EngineError(
-                f"engines must be closed in, but cannot be: {problem}",
-                where=self._name,
-                hint='mend that, or set isolate = "auto"',
-            )
-        run.isolation_problem = problem if node.engine.isolate == "auto" else ""
+        box, loop = self._box, asyncio.get_running_loop()
+        problem, wish = box.facts.isolation, box.settings.engine.isolate
+        isolate = wish != "never" and not problem
+        if wish == "always" and problem:
+            what, hint = f"engines must be closed in, but cannot be: {problem}", 'mend that, or set isolate = "auto"'
+            raise EngineError(what, where=box.name, hint=hint)
+        run.isolation_problem = problem if wish == "auto" else ""
         if not isolate:
-            await loop.run_in_executor(self._pool, check_ports_free, run.wiring)
+            await box.in_thread(check_ports_free, run.wiring)
         argv, env = self._command(run)
-        work = os.path.join(self._folder, "work")
+        work = os.path.join(box.folder, "work")
         os.makedirs(work, exist_ok=True)
-        run.engine = await loop.run_in_executor(
-            self._pool, functools.partial(self._spawner.spawn, argv=argv, env=env, cwd=work, isolate=isolate)
-        )
-        run.log = CappedLog(self.log_path(run.plan.model), run.engine.output)
+        engine = await box.in_thread(self._spawner.spawn, argv=argv, env=env, cwd=work, isolate=isolate)
+        run.engine = engine
+        run.log = CappedLog(self.log_path(run.plan.model), engine.output)
         self._record()
         if run.rank == 0:
-            engine, port = run.engine, run.wiring.http_port
-            run.session = aiohttp.ClientSession(
-                connector=DialConnector(lambda host: engine.connect(port, 5.0), self._pool),
-                timeout=aiohttp.ClientTimeout(total=None),
-            )
+            run.session = self._engine_session(run)
+
+        def wait_exit() -> None:
+            code = engine.wait_exit()
+            with contextlib.suppress(RuntimeError):  # the loop is closed: the node is ending
+                loop.call_soon_threadsafe(self._on_exit, run, code)
+
+        threading.Thread(target=wait_exit, daemon=True, name=f"exit-{engine.pid}").start()
+        if run.ending is None:
+            keep_task(run.tasks, self._watch_bound(run, engine))
+            for node in sorted({route.node for route in run.wiring.routes}):
+                keep_task(run.tasks, self._open_wires(run, engine, node))
+
+    def _engine_session(self, run: RankRun) -> aiohttp.ClientSession:
+        engine, port = run.engine, run.wiring.http_port
+        assert engine is not None
+        return dialled_session(lambda _: engine.connect(port, 5.0), self._box.pool)
 
     def log_path(self, model: str) -> str:
         """Where this node keeps the engine's output for a model."""
-        return os.path.join(self._folder, "logs", f"{urllib.parse.quote(model, safe='')}.log")
+        return os.path.join(self._box.folder, "logs", f"{urllib.parse.quote(model, safe='')}.log")
 
     def _command(self, run: RankRun) -> tuple[list[str], dict[str, str]]:
-        node, extra = self._config.node(self._name), {}
-        if self._config.engine.kind == "rehearsal":
-            shape = run.plan.shape
-            extra["SHARDBOX_REHEARSE"] = json.dumps(
-                {"layers": shape.layers, "width": shape.width, "vocab": shape.vocab, "name": run.plan.model}
-            )
-            argv = [*self_command(), "rehearse", ROLE_BINARIES[run.wiring.role]]
+        """The engine's argv and environment."""
+        box, role, extra = self._box, run.wiring.role, {}
+        if box.rehearses:
+            shape = {key: getattr(run.plan.shape, key) for key in ("layers", "width", "vocab")}
+            extra["SHARDBOX_REHEARSE"] = json.dumps({**shape, "name": run.plan.model})
+            argv = [*self_command(), "rehearse", ROLE_BINARIES[role]]
         else:
-            argv = [self._facts().binary(run.wiring.role).path]
-        lib = os.path.join(self._config.folder, node.engine.lib) if node.engine.lib else ""
-        engine = dataclasses.replace(node.engine, lib=lib)
+            argv = [box.facts.binary(role).path]
+        engine = box.settings.engine
+        engine = replace(engine, lib=os.path.join(box.config.folder, engine.lib) if engine.lib else "")
         return [*argv, *run.wiring.args], engine_environment(os.environ, engine, extra)
-
-    def _wait_exit(self, run: RankRun, loop: asyncio.AbstractEventLoop) -> None:
-        assert run.engine is not None
-        code = run.engine.wait_exit()
-        with contextlib.suppress(RuntimeError):  # the loop is closed: the node is ending
-            loop.call_soon_threadsafe(self._on_exit, run, code)
 
     def _on_exit(self, run: RankRun, code: int) -> None:
         run.exit_code = code
         run.exited.set()
-        if run.phase == "stopping":
-            return
-        run.phase = "exited"
-        self._explaining.add(task := asyncio.get_running_loop().create_task(self._explain_exit(run, code)))
-        task.add_done_callback(self._explaining.discard)
+        if run.phase != "stopping":
+            run.phase = "exited"
+            keep_task(self._box.tasks, self._explain_exit(run, code))
 
     async def _explain_exit(self, run: RankRun, code: int) -> None:
         """Let the last output arrive, then say what happened."""
         assert run.log is not None
-        await asyncio.get_running_loop().run_in_executor(self._pool, run.log.close)
+        await self._box.in_thread(run.log.close)
         tail = run.log.tail(40)
         if code == 0 and any("No layer is assigned to me" in line for line in tail):
             run.problem = "took no layers and left, as the engine's own scheduler told it"
             return
         run.problem = diagnose(code, tail)
-        text = f"rank {run.rank} ({self._name}) of {run.plan.model}: {run.problem}"
+        text = f"rank {run.rank} ({self._box.name}) of {run.plan.model}: {run.problem}"
         self.exits.appendleft(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {text}")
         self._on_trouble(run, text)
 
-    async def _watch_bound(self, run: RankRun) -> None:
+    async def _watch_bound(self, run: RankRun, engine: EngineProcess) -> None:
         """Set `bound` once the engine listens on what others will dial."""
-        assert run.engine is not None
         wanted = {run.wiring.data_port, run.wiring.signal_port} if run.plan.world > 1 else set()
         while not run.exited.is_set():
-            ports = await asyncio.get_running_loop().run_in_executor(self._pool, run.engine.bound_ports)
-            if wanted <= ports:
+            if wanted <= await self._box.in_thread(engine.bound_ports):
                 run.phase = "bound" if run.phase == "starting" else run.phase
                 run.bound.set()
                 return
             await asyncio.sleep(0.05)
 
-    async def _open_wires(self, run: RankRun, node: str) -> None:
+    async def _open_wires(self, run: RankRun, engine: EngineProcess, node: str) -> None:
         """Once the far engine is bound: listen for ours on its ports. A listener before that would fool Prima."""
-        await self._bound_far(node, run.plan.model, run.lease.generation)
+        model, generation = run.plan.model, run.lease.generation
+        query, bound = urllib.parse.urlencode({"model": model, "generation": generation}), False
+        while not bound:
+            try:
+                bound = (await self._peers.call(node, "GET", f"/peer/bound?{query}", None, 15.0)).get("bound", False)
+            except ShardboxError:
+                await asyncio.sleep(0.2)
         loop = asyncio.get_running_loop()
         for route in run.wiring.routes:
-            if route.node == node and run.engine is not None and not run.exited.is_set():
-                listener = await loop.run_in_executor(self._pool, run.engine.listen, route.port)
-                stats = WireStats()
-                model = urllib.parse.quote(run.plan.model, safe="")
-                service = f"{route.kind}/{model}/{run.lease.generation}/{run.rank}/{route.rank}"
-                wire = Wire(
-                    listener=listener,
-                    dial=functools.partial(self._dial, node, service),
-                    stats=stats,
-                    on_trouble=functools.partial(self._on_wire, loop, run, route),
-                )
-                run.wires.append((route, wire, stats))
+            if route.node != node or run.exited.is_set():
+                continue
+            service = f"{route.kind}/{urllib.parse.quote(model, safe='')}/{generation}/{run.rank}/{route.rank}"
+            dial = functools.partial(self._peers.dial, node, service)
+            text = f"{route.kind} wire from {self._box.name} to rank {route.rank} ({route.node}) broke"
+            alarm = functools.partial(self._alarm, loop, run, text)
+            try:
+                listener = await self._box.in_thread(engine.listen, route.port)
+            except OSError as error:
+                alarm(f"port {route.port} cannot be had ({error.strerror})")
+                return
+            # signal wires are idle until the end: never a fault
+            on_trouble = alarm if route.kind == "data" else lambda _: None
+            run.wires.append((route, Wire(listener=listener, dial=dial, stats=WireStats(), on_trouble=on_trouble)))
 
-    def _on_wire(self, loop: asyncio.AbstractEventLoop, run: RankRun, route: Route, reason: str) -> None:
-        """In a wire's thread. Signal wires are idle until the end: never a fault."""
-        if route.kind == "data" and run.phase in ("starting", "bound"):
-            text = f"data wire from {self._name} to rank {route.rank} ({route.node}) broke: {reason}"
-            with contextlib.suppress(RuntimeError):
-                loop.call_soon_threadsafe(loop.call_later, WIRE_GRACE_S, self._after_wire, run, text)
+    def _alarm(self, loop: asyncio.AbstractEventLoop, run: RankRun, what: str, reason: str) -> None:
+        """Tell of trouble with a wire, unless the engine says more in the meantime. Any thread."""
 
-    def _after_wire(self, run: RankRun, text: str) -> None:
-        if run.phase in ("starting", "bound"):
-            self._on_trouble(run, text)
+        def tell() -> None:
+            if run.works:
+                self._on_trouble(run, f"{what}: {reason}")
+
+        if run.works:
+            with contextlib.suppress(RuntimeError):  # the loop is closed: the node is ending
+                loop.call_soon_threadsafe(loop.call_later, WIRE_GRACE_S, tell)
 
     def open_service(self, peer: str, service: str) -> tuple[socket.socket, WireStats]:
         """The engine's side of a wire that `peer` dialled; in a mesh thread. Raises MeshError to refuse."""
@@ -5035,14 +4963,10 @@ class RankHost:
         if target != run.rank or source >= run.plan.world or run.plan.ranks[source].node != peer:
             raise MeshError("not a wire of this ring", kind="refused")
         port = run.wiring.data_port if kind == "data" else run.wiring.signal_port
-        stats = run.inbound.setdefault(f"{kind}/{source}", WireStats())
-        return run.engine.connect(port, 5.0), stats
+        return run.engine.connect(port, 5.0), WireStats()
 
-    async def release(self, model: str, generation: str, *, orderly: bool) -> None:
+    async def release(self, run: RankRun, *, orderly: bool) -> None:
         """Stop this rank's engine and take its wires down; it is gone when this returns. Idempotent."""
-        run = self.runs.get(model)
-        if run is None or run.lease.generation != generation:
-            return
         if run.ending is None:
             run.phase = "stopping"
             run.ending = asyncio.get_running_loop().create_task(self._end(run, orderly))
@@ -5054,40 +4978,34 @@ class RankHost:
         if run.starting is not None:
             await asyncio.wait({run.starting})
         if run.engine is not None and not run.exited.is_set():
-            await self._end_engine(run, orderly)
-        await asyncio.get_running_loop().run_in_executor(self._pool, self._tear_down, run)
+            await self._end_engine(run, run.engine, orderly)
+        await self._box.in_thread(run.close)
         if run.session is not None:
             await run.session.close()
         if self.runs.get(run.plan.model) is run:
             del self.runs[run.plan.model]
         self._record()
 
-    async def _end_engine(self, run: RankRun, orderly: bool) -> None:
+    async def _end_engine(self, run: RankRun, engine: EngineProcess, orderly: bool) -> None:
         """The ladder of signals. In a whole ring only the leader is told: it passes STOP round."""
-        assert run.engine is not None
         if orderly and run.session is not None:
-            await self._settle(run)
+            await self._settle(run, run.session)
         steps: list[tuple[int, float]] = [(signal.SIGTERM, TERM_S), (signal.SIGKILL, TERM_S)]
         if orderly and run.plan.world > 1 and run.rank > 0:
             steps.insert(0, (0, RING_STOP_S))
         for signum, wait_s in steps:
             if signum:
-                run.engine.signal(signum)
+                engine.signal(signum)
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(run.exited.wait(), wait_s)
                 return
 
-    async def _settle(self, run: RankRun) -> None:
+    async def _settle(self, run: RankRun, requests: aiohttp.ClientSession) -> None:
         """Drop the requests of a leader and wait until its slots are free: told to end while tokens flow, Prima
         aborts without passing STOP (measured, bdf9d8e7)."""
-        assert run.session is not None
-        await run.session.close()
-        assert run.engine is not None
-        engine, port = run.engine, run.wiring.http_port
-        async with aiohttp.ClientSession(
-            connector=DialConnector(lambda host: engine.connect(port, 1.0), self._pool)
-        ) as session:
-            deadline = time.monotonic() + TERM_S
+        await requests.close()
+        deadline = time.monotonic() + TERM_S
+        async with self._engine_session(run) as session:
             while time.monotonic() < deadline and not run.exited.is_set():
                 with contextlib.suppress(aiohttp.ClientError, OSError, ValueError, TimeoutError):
                     async with asyncio.timeout(1.0), session.get("http://engine/slots") as reply:
@@ -5095,27 +5013,17 @@ class RankHost:
                             return
                 await asyncio.sleep(0.1)
 
-    def _tear_down(self, run: RankRun) -> None:
-        for _, wire, _ in run.wires:
-            wire.close()
-        if run.engine is not None:
-            run.engine.close()
-        if run.log is not None:
-            run.log.close()
-
     async def reap(self) -> None:
         """Stop what no proposer has asked about for LEASE_S."""
         late = [run for run in self.runs.values() if run.lease.expires < time.monotonic() and run.ending is None]
         for run in late:
             model, proposer = run.plan.model, run.lease.proposer
             log.warning("model %s: nothing heard from %s for %.0f s: this rank stops", model, proposer, LEASE_S)
-        await gather_all(self.release(run.plan.model, run.lease.generation, orderly=False) for run in late)
+        await gather_all(self.release(run, orderly=False) for run in late)
 
     async def close(self) -> None:
         """Stop everything that runs here."""
-        await asyncio.gather(
-            *(self.release(model, run.lease.generation, orderly=False) for model, run in list(self.runs.items()))
-        )
+        await gather_all(self.release(run, orderly=False) for run in list(self.runs.values()))
 
     def anon_bytes(self) -> int:
         """Memory that our engines hold for themselves: it is free again when they end."""
@@ -5125,154 +5033,109 @@ class RankHost:
     def view(self, run: RankRun) -> RankView:
         """This rank for `status`, measured now."""
         usage = run.engine.usage() if run.engine and run.exit_code is None else Usage()
-        wires = [
-            WireView(
-                kind=route.kind,
-                rank=route.rank,
-                node=route.node,
-                open=stats.connections,
-                sent_bytes=stats.sent_bytes,
-                received_bytes=stats.received_bytes,
-            )
-            for route, _, stats in run.wires
-        ]
-        return RankView(
-            model=run.plan.model,
-            generation=run.lease.generation,
-            rank=run.rank,
-            node=self._name,
-            phase=run.phase,
-            layers=run.plan.ranks[run.rank].window,
-            pid=run.engine.pid if run.engine else 0,
-            isolated=bool(run.engine and run.engine.isolated),
-            isolation_problem=run.isolation_problem,
-            cpu_s=usage.cpu_s,
-            read_bytes=usage.read_bytes,
-            rss_bytes=usage.rss_bytes,
-            exit_code=run.exit_code,
-            problem=run.problem,
-            wires=tuple(wires),
-        )
+        wires = tuple(view_of(WireView, route, wire.stats, open=wire.stats.connections) for route, wire in run.wires)
+        more = {"node": self._box.name, "layers": run.plan.ranks[run.rank].window, "wires": wires}
+        return view_of(RankView, run, run.plan, run.lease, usage, run.engine, **more)
 
     def _record(self) -> None:
         """Write down which engines run, so that the next `up` can stop what this one may leave."""
-        running = [
-            {"pid": run.engine.pid, "identity": process_identity(run.engine.pid)}
-            for run in self.runs.values()
-            if run.engine and not run.exited.is_set()
-        ]
+        pids = [run.engine.pid for run in self.runs.values() if run.engine and not run.exited.is_set()]
+        running = [{"pid": pid, "identity": process_identity(pid)} for pid in pids]
         try:
-            write_atomic(os.path.join(self._folder, "engines.json"), json.dumps(running).encode())
+            write_atomic(os.path.join(self._box.folder, "engines.json"), json.dumps(running).encode())
         except OSError as error:
             log.warning("cannot record running engines: %s", error)
+
+
+@dataclass(slots=True, kw_only=True)
+class Traffic:
+    """What clients meet at one model, on this node."""
+
+    in_flight: int = 0
+    tokens_per_s: float = 0.0  # of the last answer
+    answered_at: float = 0.0  # when the last byte of an answer came
+    unanswered_since: float = 0.0  # wanted, but not serving; 0: it serves or is not wanted
 
 
 class Rings:
     """The rings that this node leads or would lead. Turns effects into calls, and what comes of them into events."""
 
-    def __init__(
-        self,
-        *,
-        config: Config,
-        name: str,
-        host: RankHost,
-        facts: Callable[[], NodeFacts],
-        others: Callable[[], list[str]],
-        call: Callable[..., Awaitable[Any]],
-        on_change: Callable[[Ring], None],
-    ) -> None:
-        now = time.monotonic()
-        self.rings = {
-            model.name: Ring(
-                model=model.name,
-                since=now,
-                wanted=model.autostart,
-                phase=Phase.WAITING if model.autostart else Phase.STOPPED,
-                reason="starting" if model.autostart else "autostart is off",
-            )
-            for model in config.models
-        }
-        self.in_flight: dict[str, int] = {}
-        self.tokens_per_s: dict[str, float] = {}
-        self.answered_at: dict[str, float] = {}  # when the last byte of an answer came, by model
+    def __init__(self, box: Box, host: RankHost, peers: Peers, on_change: Callable[[], None]) -> None:
+        self.rings: dict[str, Ring] = {}
+        for model in box.config.models:
+            ring = Ring(model=model.name, since=box.started)
+            off = replace(ring, wanted=False, phase=Phase.STOPPED, reason="autostart is off")
+            self.rings[model.name] = ring if model.autostart else off
+        self.traffic = {model: Traffic() for model in self.rings}
         self.ranks: dict[str, dict[str, RankView]] = {}  # what the ranks of a ring said last, by model and node
-        self._config = config
-        self._name = name
-        self._host = host
-        self._facts = facts
-        self._others = others
-        self._call = call
-        self._on_change = on_change
-        self._tasks: dict[str, set[asyncio.Task[None]]] = {}
+        self._box, self._host, self._peers, self._on_change = box, host, peers, on_change
+        self._tasks: dict[str, set[asyncio.Task[None]]] = {model: set() for model in self.rings}
 
     def post(self, model: str, event: Event) -> None:
         """Take one event in; its effects run as tasks."""
-        ring = self.rings.get(model)
-        if ring is None:
-            return
-        after, effects = step(ring, event, time.monotonic())
-        self.rings[model] = after
+        ring = self.rings[model]
+        self.rings[model], effects = step(ring, event, time.monotonic())
+        after = self.rings[model]
         if after.phase != ring.phase:
             log.info("model %s: %s%s", model, after.phase, f" ({after.reason})" if after.reason else "")
-            self._on_change(after)
+            self._on_change()
+        works = {"prepare": self._prepare, "launch": self._launch, "probe": self._probe, "teardown": self._teardown}
         for effect in effects:
-            self._run(model, effect)
+            if effect.kind == "teardown":
+                for task in self._tasks[model]:
+                    task.cancel()
+            self._run(effect, works[effect.kind])
 
-    def _run(self, model: str, effect: Effect) -> None:
-        handler = {"prepare": self._prepare, "launch": self._launch, "probe": self._probe, "teardown": self._teardown}[
-            effect.kind
-        ]
-        tasks = self._tasks.setdefault(model, set())
-        if effect.kind == "teardown":
-            for task in tasks:
-                task.cancel()
-        task = asyncio.get_running_loop().create_task(self._guard(model, effect, handler(model, effect)))
-        tasks.add(task)
-        task.add_done_callback(tasks.discard)
-
-    async def _guard(self, model: str, effect: Effect, work: Awaitable[None]) -> None:
+    def _run(self, effect: Effect, work: Callable[[str, Effect], Awaitable[None]]) -> None:
         """A failure that a person can mend, or a bug, breaks the ring; a bug also leaves a traceback in the log."""
-        try:
-            await work
-        except ShardboxError as error:
-            kind = "lost" if isinstance(error, MeshError) else "trouble"
-            self.post(model, Event(kind=kind, generation=effect.generation, reason=str(error).replace("\n", "; ")))
-        except Exception as error:
-            log.exception("model %s: bug in %s", model, effect.kind)
-            self.post(model, Event(kind="trouble", generation=effect.generation, reason=f"bug: {error!r}"))
+        model = effect.plan.model
+
+        async def guarded() -> None:
+            try:
+                await work(model, effect)
+                return
+            except ShardboxError as error:
+                kind, reason = "lost" if isinstance(error, MeshError) else "trouble", str(error).replace("\n", "; ")
+            except Exception as error:
+                log.exception("model %s: bug in %s", model, effect.kind)
+                kind, reason = "trouble", f"bug: {error!r}"
+            self.post(model, Event(kind=kind, generation=effect.generation, reason=reason))
+
+        keep_task(self._tasks[model], guarded())
+
+    def _done(self, effect: Effect, kind: str, jitter: float = 0.0) -> None:
+        self.post(effect.plan.model, Event(kind=kind, generation=effect.generation, jitter=jitter))
+
+    async def _on_rank(self, node: str, verb: str, effect: Effect, timeout_s: float, **more: Any) -> Any:
+        """What a rank answers, be it here or on another node; see RankHost.answer. Raises ShardboxError."""
+        body = {"model": effect.plan.model, "generation": effect.generation, **more}
+        if node == self._box.name:
+            return await self._host.answer(verb, body, node)
+        return await self._peers.call(node, "POST", f"/peer/{verb}", body, timeout_s)
 
     async def _prepare(self, model: str, effect: Effect) -> None:
-        expect = Expected()
-        if self._config.engine.kind != "rehearsal":
-            facts = self._facts()
+        """A lease of every rank, and the consent of every other node that can be asked."""
+        facts, plan, expect = self._box.facts, effect.plan, Expected()
+        if not self._box.rehearses:
             expect = Expected(root=facts.model(model).root, commit=facts.binary("leader").commit)
-
-        await self._host.prepare(effect.plan, effect.generation, self._name, expect)
-        body = {"plan": to_json(effect.plan), "generation": effect.generation, "expect": to_json(expect)}
+        more = {"plan": to_json(plan), "expect": to_json(expect)}
 
         async def ask(node: str) -> None:
             try:
-                await self._call(node, "POST", "/peer/prepare", body, PREPARE_TIMEOUT_S)
+                await self._on_rank(node, "prepare", effect, PREPARE_TIMEOUT_S, **more)
             except MeshError as error:
-                if effect.plan.rank_of(node) or error.kind == "refused":
+                if plan.rank_of(node) or error.kind == "refused":
                     raise
                 log.info("model %s: %s has no rank and cannot be asked (%s)", model, node, error.what)
 
-        asked = {*self._others(), *(rank.node for rank in effect.plan.ranks)} - {self._name}
+        await ask(self._box.name)
+        asked = {*(peer.name for peer in self._peers.live()), *(rank.node for rank in plan.ranks)} - {self._box.name}
         await gather_all(ask(node) for node in sorted(asked))
-        self.post(model, Event(kind="granted", generation=effect.generation))
+        self._done(effect, "granted")
 
     async def _launch(self, model: str, effect: Effect) -> None:
-        body = {"model": model, "generation": effect.generation}
-
-        async def ask(rank: RankPlan) -> None:
-            if rank.node == self._name:
-                await self._host.launch(model, effect.generation)
-                return
-            await self._call(rank.node, "POST", "/peer/launch", body, PREPARE_TIMEOUT_S)
-
-        self._spawn_watch(model, effect)
-        await gather_all(ask(rank) for rank in effect.plan.ranks)
+        self._run(effect, self._watch)
+        await gather_all(self._on_rank(rank.node, "launch", effect, PREPARE_TIMEOUT_S) for rank in effect.plan.ranks)
         run = self._host.get(model, effect.generation)
         assert run.session is not None
         while True:
@@ -5281,106 +5144,73 @@ class Rings:
                     if reply.status == 200:
                         break
             await asyncio.sleep(0.1)
-        self.post(model, Event(kind="loaded", generation=effect.generation))
+        self._done(effect, "loaded")
 
     async def _probe(self, model: str, effect: Effect) -> None:
         """One real token through every rank: only then is the ring ready."""
-        run = self._host.get(model, effect.generation)
-        settings = self._config.model(model)
-        assert run.session is not None and settings is not None
+        run, where = self._host.get(model, effect.generation), f"model {model}"
+        assert run.session is not None
         path, body = "/v1/chat/completions", {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 1}
-        if settings.embeddings:
+        if self._box.model(model).embeddings:
             path, body = "/v1/embeddings", {"input": "Hi"}
         try:
             async with run.session.post(f"http://engine{path}", json=body) as reply:
                 answer = await reply.json(content_type=None)
         except (aiohttp.ClientError, OSError, ValueError) as error:
-            raise EngineError(f"no one-token answer: {error!r}", where=f"model {model}") from None
+            raise EngineError(f"no one-token answer: {error!r}", where=where) from None
         if reply.status != 200 or not (answer.get("choices") or answer.get("data")):
-            raise EngineError(f"the one-token answer was {str(answer)[:200]}", where=f"model {model}")
-        await asyncio.gather(*(self._look(rank, effect, self.ranks[model], {}) for rank in effect.plan.ranks))
-        self.post(model, Event(kind="answered", generation=effect.generation))
+            raise EngineError(f"the one-token answer was {str(answer)[:200]}", where=where)
+        await asyncio.gather(*(self._look(rank, effect, {}) for rank in effect.plan.ranks))
+        self._done(effect, "answered")
 
     async def _teardown(self, model: str, effect: Effect) -> None:
         """Leader first (it passes STOP round a whole ring), the others at the same time wait for that or are killed."""
-        body = {"model": model, "generation": effect.generation, "orderly": effect.orderly}
-
-        async def ask(rank: RankPlan) -> None:
-            if rank.node == self._name:
-                await self._host.release(model, effect.generation, orderly=effect.orderly)
-                return
-            await self._call(rank.node, "POST", "/peer/release", body, RING_STOP_S + 3 * TERM_S)
-
-        results = await asyncio.gather(*(ask(rank) for rank in effect.plan.ranks), return_exceptions=True)
-        for rank, result in zip(effect.plan.ranks, results, strict=True):
+        ranks, patience_s = effect.plan.ranks, RING_STOP_S + 3 * TERM_S
+        asked = [self._on_rank(rank.node, "release", effect, patience_s, orderly=effect.orderly) for rank in ranks]
+        for rank, result in zip(ranks, await asyncio.gather(*asked, return_exceptions=True), strict=True):
             if isinstance(result, ShardboxError):
                 log.info("model %s: could not tell %s to stop (%s); its lease runs out", model, rank.node, result.what)
             elif isinstance(result, BaseException):
                 log.error("model %s: stopping rank %d", model, rank.rank, exc_info=result)
         self.ranks.pop(model, None)
-        self.post(model, Event(kind="stopped", generation=effect.generation, jitter=random.random()))
-
-    def _spawn_watch(self, model: str, effect: Effect) -> None:
-        task = asyncio.get_running_loop().create_task(self._guard(model, effect, self._watch(model, effect)))
-        tasks = self._tasks.setdefault(model, set())
-        tasks.add(task)
-        task.add_done_callback(tasks.discard)
+        self._done(effect, "stopped", jitter=random.random())
 
     async def _watch(self, model: str, effect: Effect) -> None:
         """Renew every lease, and see that every rank lives and, while a request runs, that something moves."""
         views = self.ranks[model] = {}
-        silent_since: dict[str, float] = {}
+        traffic, silent_since = self.traffic[model], dict[str, float]()
         moved_at, last_sign = time.monotonic(), ""
         while True:
-            await asyncio.gather(*(self._look(rank, effect, views, silent_since) for rank in effect.plan.ranks))
-            now = time.monotonic()
-            sign = self._sign_of_life(model, views)
-            if sign != last_sign or not self.in_flight.get(model) or self.rings[model].phase != Phase.SERVING:
-                moved_at, last_sign = now, sign
-            if now - moved_at > STALL_S:
-                raise EngineError(
-                    f"stalled: a request is in flight, but nothing moved and no rank computed for {STALL_S:.0f} s"
-                )
+            await asyncio.gather(*(self._look(rank, effect, silent_since) for rank in effect.plan.ranks))
+            sign = f"{sign_of_life([*views.values()])}/{traffic.answered_at}"
+            if sign != last_sign or not traffic.in_flight or self.rings[model].phase != Phase.SERVING:
+                moved_at, last_sign = time.monotonic(), sign
+            if time.monotonic() - moved_at > STALL_S:
+                what = "stalled: a request is in flight, but nothing moved and no rank computed"
+                raise EngineError(f"{what} for {STALL_S:.0f} s")
             await asyncio.sleep(WATCH_S)
 
-    def _sign_of_life(self, model: str, views: Mapping[str, RankView]) -> str:
-        """Changes when bytes move in the ring or answer, or a rank reads its disk or computes (more than idling)."""
-        moved = sum(wire.sent_bytes + wire.received_bytes for view in views.values() for wire in view.wires)
-        cpu = sum(int(view.cpu_s * 5) for view in views.values())
-        disk = sum(view.read_bytes for view in views.values())
-        return f"{moved}/{cpu}/{disk}/{self.answered_at.get(model, 0.0)}"
-
-    async def _look(
-        self, rank: RankPlan, effect: Effect, views: dict[str, RankView], silent_since: dict[str, float]
-    ) -> None:
+    async def _look(self, rank: RankPlan, effect: Effect, silent_since: dict[str, float]) -> None:
         """One rank's view, renewing its lease. Raises ShardboxError when the rank is lost or has ended."""
-        now, model = time.monotonic(), effect.plan.model
+        now, name = time.monotonic(), f"rank {rank.rank} ({rank.node})"
         try:
-            if rank.node == self._name:
-                view = self._host.view(self._host.renew(model, effect.generation, self._name))
-            else:
-                body = {"model": model, "generation": effect.generation}
-                view = from_json(RankView, await self._call(rank.node, "POST", "/peer/lease", body, CALL_TIMEOUT_S))
+            view = from_json(RankView, await self._on_rank(rank.node, "lease", effect, CALL_TIMEOUT_S))
         except MeshError as error:
-            since = silent_since.setdefault(rank.node, now)
-            if error.kind == "refused" or now - since > LOST_S:
-                raise MeshError(f"rank {rank.rank} ({rank.node}) is lost: {error.what}") from None
+            if error.kind == "refused" or now - silent_since.setdefault(rank.node, now) > LOST_S:
+                raise MeshError(f"{name} is lost: {error.what}") from None
             return
         silent_since.pop(rank.node, None)
-        views[rank.node] = view
+        self.ranks[effect.plan.model][rank.node] = view
         if view.phase == "exited" and view.exit_code != 0:
-            raise EngineError(f"rank {rank.rank} ({rank.node}): {view.problem or f'exit {view.exit_code}'}")
+            raise EngineError(f"{name}: {view.problem or f'exit {view.exit_code}'}")
 
     def lagging(self, model: str) -> str:
         """Which ranks have not come up yet, for a deadline's message."""
-        ring, views = self.rings[model], self.ranks.get(model, {})
-        if ring.plan is None:
+        plan, views = self.rings[model].plan, self.ranks.get(model, {})
+        if plan is None:
             return ""
-        late = [
-            f"rank {rank.rank} ({rank.node}) is {views[rank.node].phase if rank.node in views else 'silent'}"
-            for rank in ring.plan.ranks
-            if rank.node not in views or views[rank.node].phase != "bound"
-        ]
+        phases = {rank: views[rank.node].phase if rank.node in views else "silent" for rank in plan.ranks}
+        late = [f"rank {rank.rank} ({rank.node}) is {phase}" for rank, phase in phases.items() if phase != "bound"]
         return ", ".join(late) or "every engine runs, but the model is not loaded"
 
     async def close(self) -> None:
@@ -5390,9 +5220,14 @@ class Rings:
         deadline = time.monotonic() + RING_STOP_S + 3 * TERM_S
         while time.monotonic() < deadline and any(r.phase == Phase.STOPPING for r in self.rings.values()):
             await asyncio.sleep(0.05)
-        for tasks in self._tasks.values():
-            for task in tasks:
-                task.cancel()
+        for task in set().union(*self._tasks.values()):
+            task.cancel()
+
+
+def sign_of_life(views: Sequence[RankView]) -> str:
+    """Changes when bytes move in the ring, or a rank reads its disk or computes (more than idling does)."""
+    moved = sum(wire.sent_bytes + wire.received_bytes for view in views for wire in view.wires)
+    return f"{moved}/{sum(int(view.cpu_s * 5) for view in views)}/{sum(view.read_bytes for view in views)}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -5407,6 +5242,14 @@ class Reach:
     hint: str = ""
 
 
+REACH_HINTS = {
+    "unreachable": "is shardbox up there? open TCP port {port} in its firewall",
+    "wrong_secret": "put the same cluster secret on both boxes",
+    "wrong_name": "another node answers at this address: correct [[nodes]]",
+    "protocol": "install the same shardbox on both boxes",
+}
+
+
 async def reach_all(config: Config, name: str, hints: Iterable[Hint], mesh: Mesh, pool: Executor) -> list[Reach]:
     """Dial every hinted and declared node from here, afresh: address, port, secret and name are all tried."""
     targets: dict[str, list[Hint]] = {node.name: [] for node in config.nodes if node.name != name}
@@ -5415,242 +5258,140 @@ async def reach_all(config: Config, name: str, hints: Iterable[Hint], mesh: Mesh
             targets.setdefault(hint.node, []).append(hint)
 
     async def reach(target: str, hints: list[Hint]) -> Reach:
-        hint_text = "is it up? give its `address` in [[nodes]] where multicast is blocked"
-        best = Reach(source=name, target=target, address="-", problem="not discovered", hint=hint_text)
+        advice = "is it up? give its `address` in [[nodes]] where multicast is blocked"
+        best = Reach(source=name, target=target, address="-", problem="not discovered", hint=advice)
         for hint in hints:
-            where, started = f"{hint.address}:{hint.port}", time.monotonic()
+            started, at = time.monotonic(), replace(best, address=f"{hint.address}:{hint.port}", problem="", hint="")
+            call = functools.partial(mesh.dial, hint.address, hint.port, target, "control", CALL_TIMEOUT_S)
             try:
-                link = await asyncio.get_running_loop().run_in_executor(
-                    pool, mesh.dial, hint.address, hint.port, target, "control", CALL_TIMEOUT_S
-                )
+                link = await asyncio.get_running_loop().run_in_executor(pool, call)
             except MeshError as error:
-                advice = error.hint or mesh_hint(error.kind, hint.port)
-                best = Reach(source=name, target=target, address=where, problem=error.what, hint=advice)
+                advice = error.hint or REACH_HINTS.get(error.kind, "see that node's log").format(port=hint.port)
+                best = replace(at, problem=error.what, hint=advice)
                 continue
             link.close()
-            return Reach(source=name, target=target, address=where, rtt_ms=(time.monotonic() - started) * 1000)
+            return replace(at, rtt_ms=(time.monotonic() - started) * 1000)
         return best
 
     return list(await asyncio.gather(*(reach(target, found) for target, found in sorted(targets.items()))))
 
 
-def mesh_hint(kind: str, port: int) -> str:
-    """What to do about a dial that failed."""
-    return {
-        "unreachable": f"is shardbox up there? open TCP port {port} in its firewall",
-        "wrong_secret": "put the same cluster secret on both boxes",
-        "wrong_name": "another node answers at this address: correct [[nodes]]",
-        "protocol": "install the same shardbox on both boxes",
-    }.get(kind, "see that node's log")
-
-
-def precedence(view: ModelView) -> tuple[bool, int, str]:
+def precedence(phase: str, world: int, leader: str) -> tuple[bool, int, str]:
     """Of two rings for one model, which a partition can bring about, the lower stays: the one that serves, then the
     one with more ranks, then by the leader's name."""
-    return view.phase != Phase.SERVING, -view.world, view.leader
+    return phase != Phase.SERVING, -world, leader
 
 
 class Node:
     """One `shardbox up`: everything that this box does, in one event loop and the mesh's threads."""
 
     def __init__(self, *, config: Config, name: str, folder: str, secret: str, spawner: Spawner, demo: bool) -> None:
-        self.config = config
-        self.name = name
-        self.folder = folder
         self.demo = demo
-        self.started = time.monotonic()
-        self.stop = asyncio.Event()
-        self.failure: ShardboxError | None = None
+        self.surveyor = Surveyor(config, name, folder, isolation_problem())
+        self.box = box = Box(config, name, folder, self.surveyor.survey(own_bytes=0))
+        self.stop = box.stop
         self.warnings: dict[str, str] = {}
         self.desired: dict[str, tuple[int, str, bool]] = {}  # model -> (counter, node that said it, wanted)
-        self.pool = ThreadPoolExecutor(max_workers=64, thread_name_prefix="call")
         self.mesh = Mesh(keys=mesh_keys(secret, config.cluster.name, name), open_service=self._open_service)
-        self.links = Links(self.mesh, self.pool)
-        self.surveyor = Surveyor(config, name, folder, isolation_problem())
-        self.facts = self.surveyor.survey(own_bytes=0)
-        port = config.node(name).ports.mesh
-        self.discovery = Discovery(config.cluster.name, name, self.facts.machine, port, self._on_hints)
-        self.peers = Peers(
-            name=name,
-            links=self.links,
-            hints=self._hints,
-            hello=self._hello,
-            on_state=self._on_state,
-            on_twin=self.fail,
-        )
-        self.host = RankHost(
-            config=config,
-            name=name,
-            folder=folder,
-            spawner=spawner,
-            pool=self.pool,
-            facts=lambda: self.facts,
-            dial=self._dial,
-            bound_far=self._bound_far,
-            on_trouble=self._on_trouble,
-        )
-        self.rings = Rings(
-            config=config,
-            name=name,
-            host=self.host,
-            facts=lambda: self.facts,
-            others=lambda: [peer.name for peer in self.peers.live()],
-            call=self.peers.call,
-            on_change=self._tell_news,
-        )
+        self.peers = Peers(box, self.mesh, self._hints, self._on_state)
+        port, machine = box.settings.ports.mesh, box.facts.machine
+        self.discovery = Discovery(config.cluster.name, name, machine, port, self.peers.refresh)
+        self.host = RankHost(box, spawner, self.peers, self._on_trouble)
+        self.rings = Rings(box, self.host, self.peers, self._tell_news)
         self.control: Any = None  # makes a protocol for a peer's connection; set by start_services()
         self.callers: dict[int, str] = {}  # descriptor of a mesh connection's local end -> who is there
-        self._unanswered: dict[str, float] = {}
-        self._seen: set[str] = set()
-        self._telling: set[asyncio.Task[None]] = set()
-        self._newest_peer = self.started
         self._plans: dict[str, ModelPlan | PlanError] = {}
         self._plans_key = ""
-        self._loop: asyncio.AbstractEventLoop | None = None
+        self._loop = asyncio.get_running_loop()
 
-    # --- the mesh side -------------------------------------------------------------------------------
+    @property
+    def facts(self) -> NodeFacts:
+        """This node's facts, at most some seconds old."""
+        return self.box.facts
 
-    def _dial(self, node: str, service: str) -> SealedLink:
-        name, address, port = self.peers.target(node)
-        return self.mesh.dial(address, port, name, service, CALL_TIMEOUT_S)
+    # --- peers ---------------------------------------------------------------------------------------
 
     def _open_service(self, peer: str, service: str) -> tuple[socket.socket, WireStats]:
         """In a mesh thread: what a proven peer asked for."""
         if service != "control":
             return self.host.open_service(peer, service)
-        assert self._loop is not None
         far, near = socket.socketpair()
-        future = asyncio.run_coroutine_threadsafe(self._adopt(near, peer), self._loop)
+        near.setblocking(False)
+
+        async def adopt() -> None:
+            self.callers[near.fileno()] = peer
+            await self._loop.connect_accepted_socket(self.control, near)
+
         try:
-            future.result(CALL_TIMEOUT_S)
+            asyncio.run_coroutine_threadsafe(adopt(), self._loop).result(CALL_TIMEOUT_S)
         except BaseException:
             far.close()
             raise
         return far, WireStats()
 
-    async def _adopt(self, sock: socket.socket, peer: str) -> None:
-        sock.setblocking(False)
-        self.callers[sock.fileno()] = peer
-        await asyncio.get_running_loop().connect_accepted_socket(self.control, sock)
-
-    async def _bound_far(self, node: str, model: str, generation: str) -> None:
-        """Return once the far rank's engine listens; keeps asking until cancelled."""
-        query = urllib.parse.urlencode({"model": model, "generation": generation})
-        while True:
-            try:
-                reply = await self.peers.call(node, "GET", f"/peer/bound?{query}", None, 15.0)
-                if reply.get("bound"):
-                    return
-            except ShardboxError:
-                await asyncio.sleep(0.2)
-
-    # --- peers ---------------------------------------------------------------------------------------
-
     def _hints(self) -> Iterator[Hint]:
         """Static addresses, and adverts that name our cluster and protocol."""
-        for node in self.config.nodes:
-            if node.address and node.name != self.name:
+        config, name, facts = self.box.config, self.box.name, self.facts
+        for node in config.nodes:
+            if node.address and node.name != name:
                 yield Hint(node=node.name, address=node.address, port=node.ports.mesh, source="static")
-        own = {address.address for address in self.facts.addresses}
+        own = {(name, address.address, facts.mesh_port) for address in facts.addresses}
         for hint in list(self.discovery.hints.values()):
-            mine = hint.node == self.name and hint.address in own and hint.port == self.facts.mesh_port
-            if hint.cluster == self.config.cluster.name and hint.protocol == PROTOCOL and not mine:
+            mine = (hint.node, hint.address, hint.port) in own
+            if hint.cluster == config.cluster.name and hint.protocol == PROTOCOL and not mine:
                 yield hint
 
-    def _on_hints(self) -> None:
-        self.peers.refresh()
+    def _on_state(self, state: PeerState) -> None:
+        """Take over what an operator said on another node."""
+        for model, said in state.desired.items():
+            match said:
+                case (int(counter), str(node), bool(wanted)) if counter > 0 and model in self.rings.rings:
+                    self._wish(model, (counter, node, wanted))
 
-    def _hello(self) -> dict[str, str]:
-        return {"machine": self.facts.machine, "uptime": f"{time.monotonic() - self.started:.3f}"}
+    def want(self, model: str, wanted: bool) -> None:
+        """Start or stop a model: the operator says so, here."""
+        counter = self.desired[model][0] if model in self.desired else 0
+        self._wish(model, (counter + 1, self.box.name, wanted))
 
-    def check_twin(self, caller: str, machine: str, uptime_s: float) -> None:
-        """Two boxes with one name: the younger one ends. Raises MeshError (kind "twin") towards it."""
-        known = next((peer.facts for peer in self.peers.live() if peer.name == caller and caller != self.name), None)
-        holder = self.facts if caller == self.name else known
-        if holder is None or machine == holder.machine:
-            return
-        if caller == self.name and uptime_s > time.monotonic() - self.started:
-            self._fail_as_twin(machine)
-            return
-        raise MeshError(
-            f"another box (machine {holder.machine[:8]}) already is node {caller}",
-            kind="twin",
-            hint="give this one another name: --node NAME, SHARDBOX_NODE or its hostname",
-        )
+    def _wish(self, model: str, said: tuple[int, str, bool]) -> None:
+        """The newest word wins, on every node."""
+        if said[:2] > self.desired.get(model, (0, ""))[:2]:
+            self.desired[model] = said
+            self.rings.post(model, Event(kind="want" if said[2] else "unwant"))
 
-    def _fail_as_twin(self, machine: str) -> None:
-        self.fail(
-            UsageError(
-                f"another box (machine {machine[:8]}) already is node {self.name}",
-                hint="give this one another name: --node NAME, SHARDBOX_NODE or its hostname",
-            )
-        )
-
-    def fail(self, error: ShardboxError) -> None:
-        """End this node with an error for its operator."""
-        self.failure = self.failure or error
-        self.stop.set()
-
-    def _on_state(self, peer: Peer, state: dict[str, Any]) -> None:
-        assert peer.facts is not None
-        if peer.name == self.name and peer.facts.machine != self.facts.machine:
-            if float(state.get("uptime", 0.0)) > time.monotonic() - self.started:
-                self._fail_as_twin(peer.facts.machine)
-            return
-        if peer.name not in self._seen:
-            self._seen.add(peer.name)
-            self._newest_peer = time.monotonic()
-            log.info(
-                "found %s at %s (%s, %.1f ms)",
-                peer.name,
-                peer.target[1] if peer.target else "?",
-                peer.source,
-                peer.rtt_ms,
-            )
-        for model, value in (state.get("desired") or {}).items():
-            if isinstance(value, list) and len(value) == 3:
-                self.want(model, bool(value[2]), counter=int(value[0]), node=str(value[1]))
-
-    def want(self, model: str, wanted: bool, *, counter: int = 0, node: str = "") -> None:
-        """Start or stop a model: the operator here (no counter), or what a peer passes on. The newest word wins."""
-        known = self.desired.get(model, (0, "", True))
-        said = (counter, node, wanted) if counter else (known[0] + 1, self.name, wanted)
-        if said[:2] <= known[:2]:
-            return
-        self.desired[model] = said
-        self.rings.post(model, Event(kind="want" if wanted else "unwant"))
-
-    def _tell_news(self, ring: Ring) -> None:
+    def _tell_news(self) -> None:
         """A ring changed its phase: the others should not learn it only at their next question."""
+
+        async def tell(name: str) -> None:
+            with contextlib.suppress(ShardboxError):  # it asks by itself within POLL_S
+                await self.peers.call(name, "POST", "/peer/news")
+
         for peer in self.peers.live():
-            self._background(self._tell(peer.name))
+            keep_task(self.box.tasks, tell(peer.name))
 
-    def _background(self, work: Coroutine[Any, Any, None]) -> None:
-        """Run it beside everything else; it handles its own failures."""
-        self._telling.add(task := asyncio.get_running_loop().create_task(work))
-        task.add_done_callback(self._telling.discard)
-
-    async def _tell(self, name: str) -> None:
-        with contextlib.suppress(ShardboxError):  # it asks by itself within POLL_S
-            await self.peers.call(name, "POST", "/peer/news")
+    async def reach_all(self) -> list[Reach]:
+        """Dial every known and declared node, afresh."""
+        hints = [hint for peer in self.peers.known.values() for hint in peer.hints.values()]
+        return await reach_all(self.box.config, self.box.name, hints, self.mesh, self.box.pool)
 
     # --- rings ---------------------------------------------------------------------------------------
 
     def all_facts(self) -> list[NodeFacts]:
         """This node's facts and those of every live peer."""
-        others = [peer.facts for peer in self.peers.live() if peer.facts and peer.name != self.name]
+        others = [peer.facts for peer in self.peers.live() if peer.facts and peer.name != self.box.name]
         return [self.facts, *others]
 
     def plans(self) -> dict[str, ModelPlan | PlanError]:
         """Today's plans from live facts; rings that run keep what they have. Cached while nothing changes."""
-        views = [view for peer in self.peers.live() for view in peer.models if view.leader == peer.name]
-        placed = {view.model: view.plan for view in views if view.plan and view.phase in Phase.ACTIVE}
-        own = self.rings.rings.values()
-        placed |= {ring.model: ring.plan for ring in own if ring.plan and ring.phase in Phase.ACTIVE}
+        rings: list[ModelView | Ring] = [
+            view for peer in self.peers.live() for view in peer.models if view.leader == peer.name
+        ]
+        rings += self.rings.rings.values()
+        running = {ring.model: ring.plan for ring in rings if ring.plan and ring.phase in Phase.ACTIVE}
         facts = self.all_facts()
-        key = digest([[to_json(node) for node in facts], sorted(placed)])
+        key = digest([[to_json(node) for node in facts], sorted(running)])
         if key != self._plans_key:
-            self._plans_key, self._plans = key, plan_all(self.config, facts, placed)
+            self._plans_key, self._plans = key, plan_all(self.box.config, facts, running)
         return self._plans
 
     def led_elsewhere(self, model: str) -> ModelView | None:
@@ -5664,7 +5405,7 @@ class Node:
     def leader_of(self, model: str) -> str:
         """The other node to ask for this model: what its rank's lease says, or what a peer says; "" where none."""
         held = self.host.runs.get(model)
-        if held and held.lease.proposer != self.name:
+        if held and held.lease.proposer != self.box.name:
             return held.lease.proposer
         view = self.led_elsewhere(model)
         return view.leader if view else ""
@@ -5673,327 +5414,263 @@ class Node:
         """Let time pass for every ring, and propose where this node leads."""
         now = time.monotonic()
         for name, ring in self.rings.rings.items():
+            traffic = self.rings.traffic[name]
+            traffic.unanswered_since = traffic.unanswered_since or now
+            if ring.phase == Phase.SERVING or not ring.wanted:
+                traffic.unanswered_since = 0.0
             self.rings.post(name, Event(kind="tick", reason=self.rings.lagging(name)))
-            rival = self.led_elsewhere(name) if ring.phase in Phase.ACTIVE else None
-            if rival and rival.phase in Phase.ACTIVE and precedence(rival) < precedence(self.model_view(name)):
-                self.rings.post(name, Event(kind="yield", reason=f"{rival.leader} leads it too, and goes first"))
+            rival = self.led_elsewhere(name)
+            if ring.plan and ring.phase in Phase.ACTIVE and rival and rival.phase in Phase.ACTIVE:
+                own = precedence(ring.phase, ring.plan.world, ring.plan.leader)
+                if precedence(rival.phase, rival.world, rival.leader) < own:
+                    self.rings.post(name, Event(kind="yield", reason=f"{rival.leader} leads it too, and goes first"))
             if ring.phase == Phase.WAITING and ring.wanted:
-                plan, reason = self._candidate(name, now)
-                self.rings.post(name, Event(kind="plan", plan=plan, reason=reason, token=secrets.token_hex(8)))
+                plan = self.plans()[name]
+                reason = self._obstacle(self.box.model(name), plan, now)
+                offer = plan if not reason and isinstance(plan, ModelPlan) else None
+                self.rings.post(name, Event(kind="plan", plan=offer, reason=reason, token=secrets.token_hex(8)))
 
-    def _candidate(self, model: str, now: float) -> tuple[ModelPlan | None, str]:
-        """The plan that this node should propose now, or what it waits for."""
-        elsewhere = self.led_elsewhere(model)
+    def _obstacle(self, model: ModelConfig, plan: ModelPlan | PlanError, now: float) -> str:
+        """Why this node should not propose the plan now; "" when it should."""
+        elsewhere, held = self.led_elsewhere(model.name), self.host.runs.get(model.name)
         if elsewhere:
-            return None, f"{elsewhere.leader} leads it"
-        held = self.host.runs.get(model)
-        if held and held.lease.proposer != self.name:
-            return None, f"this node's rank belongs to {held.lease.proposer}"
+            return f"{elsewhere.leader} leads it"
+        if held and held.lease.proposer != self.box.name:
+            return f"this node's rank belongs to {held.lease.proposer}"
         waiting = self._forming_wait(model, now)
         if waiting:
-            return None, waiting
-        plan = self.plans()[model]
+            return waiting
         if isinstance(plan, PlanError):
-            return None, plan.what
-        if self.config.engine.kind != "rehearsal":
-            facts = {node.name: node for node in self.all_facts()}
-            for rank in plan.ranks:
-                copy = facts[rank.node].model(model)
-                if not copy.root:
-                    return (
-                        None,
-                        f"{rank.node} is reading the model ({100 * copy.hashed_bytes // max(1, copy.size_bytes)} %)",
-                    )
-        if plan.leader != self.name:
-            return None, f"{plan.leader} is to lead it"
-        silent = next((peer for peer in self.peers.live() if peer.problem and plan.rank_of(peer.name)), None)
-        if silent:
-            return None, f"{silent.name} does not answer: {silent.problem}"
-        return plan, ""
+            return plan.what
+        for node in [] if self.box.rehearses else self.all_facts():
+            copy = node.model(model.name)
+            if plan.rank_of(node.name) and not copy.root:
+                return f"{node.name} is reading the model ({100 * copy.hashed_bytes // max(1, copy.size_bytes)} %)"
+        if plan.leader != self.box.name:
+            return f"{plan.leader} is to lead it"
+        silent = [peer for peer in self.peers.live() if peer.problem and plan.rank_of(peer.name)]
+        return f"{silent[0].name} does not answer: {silent[0].problem}" if silent else ""
 
-    def _forming_wait(self, model: str, now: float) -> str:
+    def _forming_wait(self, model: ModelConfig, now: float) -> str:
         """What the first forming still waits for: declared nodes, or a moment without new ones."""
-        settings = self.config.model(model)
-        assert settings is not None
-        live = {self.name, *(peer.name for peer in self.peers.live())}
-        declared = [node.name for node in self.config.nodes if not settings.nodes or node.name in settings.nodes]
+        live = {self.box.name, *(peer.name for peer in self.peers.live())}
+        declared = [node.name for node in self.box.config.nodes if not model.nodes or node.name in model.nodes]
         missing = [name for name in declared if name not in live]
-        left = self.config.cluster.form_wait_s - (now - self.started)
+        left = self.box.config.cluster.form_wait_s - (now - self.box.started)
         if missing and left > 0:
             return f"waiting for {', '.join(missing)} ({left:.0f} s more)"
-        if not declared and now - self._newest_peer < SETTLE_S:
-            return "looking for other nodes"
-        return ""
+        return "looking for other nodes" if not declared and now - self.peers.newest < SETTLE_S else ""
 
     def _on_trouble(self, run: RankRun, text: str) -> None:
         """A rank here is broken: tell the ring's proposer, which may be this node."""
         log.warning("%s", text)
-        model, generation = run.plan.model, run.lease.generation
-        if run.lease.proposer == self.name:
-            self.rings.post(model, Event(kind="trouble", generation=generation, reason=text))
-            return
-        body = {"model": model, "generation": generation, "reason": text}
-        self._background(self._report(run.lease.proposer, body))
+        if run.lease.proposer == self.box.name:
+            self.rings.post(run.plan.model, Event(kind="trouble", generation=run.lease.generation, reason=text))
+        else:
+            keep_task(self.box.tasks, self._report(run, text))
 
-    async def _report(self, proposer: str, body: dict[str, str]) -> None:
+    async def _report(self, run: RankRun, reason: str) -> None:
         try:
-            await self.peers.call(proposer, "POST", "/peer/trouble", body)
+            await self._tell_proposer(run, reason)
         except ShardboxError as error:
-            log.info("%s cannot be told (%s): this rank stops", proposer, error.what)
-            await self.host.release(body["model"], body["generation"], orderly=False)
+            log.info("%s cannot be told (%s): this rank stops", run.lease.proposer, error.what)
+            await self.host.release(run, orderly=False)
 
-    # --- what others see -----------------------------------------------------------------------------
+    async def _leave(self, run: RankRun) -> None:
+        """Tell the leader of a ring that this node goes, and give it time to stop the ring in order."""
+        with contextlib.suppress(ShardboxError, TimeoutError):
+            await self._tell_proposer(run, f"{self.box.name} goes down", leaving="yes")
+            await asyncio.wait_for(run.exited.wait(), RING_STOP_S)
 
-    def model_view(self, name: str) -> ModelView:
-        """One model as this node knows it, without asking anybody."""
-        ring, now = self.rings.rings[name], time.monotonic()
-        views = self.rings.ranks.get(name, {}) if ring.phase in Phase.ACTIVE else {}
-        if ring.phase == Phase.SERVING or not ring.wanted:
-            self._unanswered.pop(name, None)
-        since = self._unanswered.setdefault(name, now) if ring.wanted and ring.phase != Phase.SERVING else now
-        patience = self.config.cluster.form_wait_s + LOAD_BASE_S / 4
-        waiting = ring.phase in (Phase.WAITING, Phase.BACKOFF) and now - since > patience
-        plan = ring.plan
-        return ModelView(
-            model=name,
-            phase=ring.phase,
-            reason=ring.reason,
-            generation=ring.generation,
-            leader=plan.leader if plan else "",
-            world=plan.world if plan else 0,
-            alive=sum((view.exit_code is None and view.pid > 0) or view.exit_code == 0 for view in views.values()),
-            seconds=now - ring.since,
-            overdue=waiting or ring.phase == Phase.FAILED,
-            restarts=len(ring.restarts),
-            in_flight=self.rings.in_flight.get(name, 0),
-            tokens_per_s=self.rings.tokens_per_s.get(name, 0.0),
-            ranks=tuple(views[rank.node] for rank in plan.ranks if rank.node in views) if plan else (),
-            last_trouble=ring.last_trouble,
-            plan=plan,
-        )
-
-    def best_view(self, name: str) -> ModelView:
-        """One model as its leader tells it, else as this node knows it."""
-        own = self.model_view(name)
-        if own.phase in (*Phase.ACTIVE, Phase.STOPPING, Phase.STOPPED):
-            return own
-        peers = [peer for peer in self.peers.live() if not peer.problem]
-        others = [view for peer in peers for view in peer.models if view.model == name and view.phase in Phase.TELLING]
-        return min(others, key=lambda view: Phase.TELLING.index(view.phase), default=own)
-
-    def peer_views(self) -> list[PeerView]:
-        """Every node that this one knows of, with what is wrong with it."""
-        now, me = time.monotonic(), self.facts
-        own = PeerView(
-            name=self.name,
-            state="self",
-            source="self",
-            version=VERSION,
-            config_hash=self.config.hash,
-            address=", ".join(a.address for a in me.addresses),
-            gpus=len(me.gpus),
-            cores=me.cores,
-            memory_bytes=me.memory.available_bytes,
-            detail="; ".join(a.note for a in me.addresses if a.note),
-        )
-        views, live = [own], {peer.name for peer in self.peers.live()}
-        for peer in self.peers.known.values():
-            if peer.name != self.name:
-                views.append(self._peer_view(peer, peer.name in live, now))
-            elif peer.twin or peer.facts:
-                views.append(PeerView(name=peer.name, state="refused", detail="another box with this node's name"))
-        for hint in self.discovery.hints.values():
-            if hint.cluster != self.config.cluster.name:
-                views.append(
-                    PeerView(
-                        name=hint.node,
-                        state="foreign",
-                        address=hint.address,
-                        source="mdns",
-                        version=hint.version,
-                        detail=f"belongs to cluster {hint.cluster!r}",
-                    )
-                )
-            elif hint.protocol != PROTOCOL:
-                views.append(
-                    PeerView(
-                        name=hint.node,
-                        state="refused",
-                        address=hint.address,
-                        source="mdns",
-                        version=hint.version,
-                        detail=f"speaks protocol {hint.protocol}, this box {PROTOCOL}",
-                    )
-                )
-        named = {view.name for view in views if view.state not in ("foreign", "refused")}  # those are strangers
-        views += [
-            PeerView(name=node.name, declared=True, state="missing", detail="in [[nodes]], never seen")
-            for node in self.config.nodes
-            if node.name not in named
-        ]
-        return sorted(views, key=lambda view: (view.state != "self", view.name))
-
-    def _peer_view(self, peer: Peer, live: bool, now: float) -> PeerView:
-        facts, declared = peer.facts, any(node.name == peer.name for node in self.config.nodes)
-        state = "live" if live else "lost" if facts else "unreachable"
-        if not live and not declared and facts is not None:
-            state = "gone"  # nobody declared it: not a fault
-        hint = next(iter(peer.hints.values()), None)
-        detail = peer.twin or ("" if live else peer.problem)
-        if live and facts and facts.config_hash != self.config.hash:
-            detail = detail or "its shardbox.toml differs from this one"
-        return PeerView(
-            name=peer.name,
-            declared=declared,
-            state=state,
-            address=peer.target[1] if peer.target else hint.address if hint else "",
-            source=peer.source or (hint.source if hint else ""),
-            detail=detail,
-            rtt_ms=peer.rtt_ms if live else 0.0,
-            silent_s=now - peer.last_seen if peer.last_seen else 0.0,
-            version=facts.version if facts else "",
-            config_hash=facts.config_hash if facts else "",
-            cores=facts.cores if facts else 0,
-            memory_bytes=facts.memory.available_bytes if facts else 0,
-            gpus=len(facts.gpus) if facts else 0,
-        )
-
-    def snapshot(self) -> Snapshot:
-        """Everything that `status` shows."""
-        peers = self.peer_views()
-        models = tuple(self.best_view(model.name) for model in self.config.models)
-        warnings = list(self.warnings.values())
-        differing = [view.name for view in peers if view.config_hash and view.config_hash != self.config.hash]
-        if differing:
-            warnings.append(f"shardbox.toml differs on {', '.join(differing)}")
-        opened = sorted(
-            {
-                f"{rank.node}: {rank.isolation_problem}"
-                for view in models
-                for rank in view.ranks
-                if rank.isolation_problem
-            }
-        )
-        warnings += [f"the engine's ports are open on {text}" for text in opened]
-        api = f"http://{self.config.api.bind}:{self.config.node(self.name).ports.api}/v1"
-        return Snapshot(
-            cluster=self.config.cluster.name,
-            node=self.name,
-            version=VERSION,
-            engine_kind=self.config.engine.kind,
-            demo=self.demo,
-            seconds_up=time.monotonic() - self.started,
-            api=api,
-            peers=tuple(peers),
-            models=models,
-            warnings=tuple(warnings),
-            exits=tuple(self.host.exits),
-            refusals=dict(self.mesh.refusals),
-        )
-
-    async def reach_all(self) -> list[Reach]:
-        """Dial every known and declared node, afresh."""
-        hints = [hint for peer in self.peers.known.values() for hint in peer.hints.values()]
-        return await reach_all(self.config, self.name, hints, self.mesh, self.pool)
+    async def _tell_proposer(self, run: RankRun, reason: str, **more: str) -> None:
+        body = {"model": run.plan.model, "generation": run.lease.generation, "reason": reason, **more}
+        await self.peers.call(run.lease.proposer, "POST", "/peer/trouble", body)
 
     # --- running -------------------------------------------------------------------------------------
 
-    def bind_addresses(self) -> list[str]:
-        """Where the mesh port listens: everywhere, or only on the interfaces that the TOML allows."""
-        return [a.address for a in self.facts.addresses] if self.config.cluster.interfaces else ["0.0.0.0"]
-
     async def run(self, open_services: Callable[[Node], Awaitable[list[Callable[[], Awaitable[None]]]]]) -> None:
         """Serve until `stop` is set; raises ShardboxError when this node cannot start or go on."""
-        self._loop = asyncio.get_running_loop()
-        port = self.config.node(self.name).ports.mesh
-        for address in self.bind_addresses():
+        cluster, port = self.box.config.cluster, self.box.settings.ports.mesh
+        for address in [a.address for a in self.facts.addresses] if cluster.interfaces else ["0.0.0.0"]:
             try:
                 self.mesh.listen(address, port)
             except OSError as error:
-                raise UsageError(
-                    f"cannot listen on {address}:{port}: {error.strerror}",
-                    where="ports.mesh",
-                    hint=port_owner_hint(port),
-                ) from None
+                what = f"cannot listen on {address}:{port}: {error.strerror}"
+                raise UsageError(what, where="ports.mesh", hint=port_owner_hint(port)) from None
         services = await open_services(self)
         self.peers.refresh()
-        background = [asyncio.create_task(loop()) for loop in (self._tick_loop, self._survey_loop, self._announce_loop)]
-        for task in background:
-            task.add_done_callback(self._on_background_end)
+        loops = [self._tick_loop, self._survey_loop, *([self._announce_loop] if cluster.discovery == "mdns" else [])]
+        tasks = [keep_task(self.box.tasks, loop()) for loop in loops]
+        for task in tasks:
+            task.add_done_callback(self._on_loop_end)
         try:
             await self.stop.wait()
         finally:
-            for task in background:
+            for task in tasks:
                 task.cancel()
             await self._shut_down(services)
-        if self.failure:
-            raise self.failure
+        if self.box.failure:
+            raise self.box.failure
 
-    def _on_background_end(self, task: asyncio.Task[None]) -> None:
+    def _on_loop_end(self, task: asyncio.Task[None]) -> None:
         if not task.cancelled() and task.exception():
             log.error("bug in a background task", exc_info=task.exception())
-            self.fail(ShardboxError(f"bug: {task.exception()!r}", hint="the log has the traceback"))
+            self.box.fail(ShardboxError(f"bug: {task.exception()!r}", hint="the log has the traceback"))
 
     async def _shut_down(self, services: list[Callable[[], Awaitable[None]]]) -> None:
         log.info("stopping")
         await self.rings.close()
-        await self._leave_rings()
-        await self.host.close()
-        await self.discovery.close()
-        await self.peers.close()
-        for stop_service in services:
-            await stop_service()
-        await self.links.close()
-        await asyncio.get_running_loop().run_in_executor(self.pool, self.mesh.close)
+        await gather_all(self._leave(run) for run in self.host.runs.values() if run.lease.proposer != self.box.name)
+        for close in (self.host.close, self.discovery.close, *services, self.peers.close):
+            await close()
+        await self.box.in_thread(self.mesh.close)
         self.surveyor.close()
-        self.pool.shutdown(wait=False, cancel_futures=True)
-
-    async def _leave_rings(self) -> None:
-        """Tell the leaders of rings that this node is part of, and give them time to stop them in order."""
-
-        async def leave(run: RankRun) -> None:
-            model, generation = run.plan.model, run.lease.generation
-            body = {"model": model, "generation": generation, "reason": f"{self.name} goes down", "leaving": "yes"}
-            with contextlib.suppress(ShardboxError, TimeoutError):
-                await self.peers.call(run.lease.proposer, "POST", "/peer/trouble", body)
-                await asyncio.wait_for(run.exited.wait(), RING_STOP_S)
-
-        await gather_all(leave(run) for run in self.host.runs.values() if run.lease.proposer != self.name)
+        self.box.pool.shutdown(wait=False, cancel_futures=True)
 
     async def _tick_loop(self) -> None:
         while True:
             self.peers.refresh()
             self.tick_rings()
-            self._background(self.host.reap())
+            keep_task(self.box.tasks, self.host.reap())
             await asyncio.sleep(0.5)
 
     async def _survey_loop(self) -> None:
         while True:
-            self.facts = await asyncio.get_running_loop().run_in_executor(
-                self.pool, functools.partial(self.surveyor.survey, own_bytes=self.host.anon_bytes())
-            )
+            self.box.facts = await self.box.in_thread(self.surveyor.survey, own_bytes=self.host.anon_bytes())
             await asyncio.sleep(2.0)
 
     async def _announce_loop(self) -> None:
         """Keep the adverts true: again when addresses change, or after multicast failed."""
-        while self.config.cluster.discovery == "mdns":
+        while True:
             await self.discovery.announce(tuple(address.address for address in self.facts.addresses))
             self.warnings.pop("mdns", None)
             if self.discovery.problem:
                 self.warnings["mdns"] = f"{self.discovery.problem}; only nodes with an `address` are found"
             await asyncio.sleep(5.0)
-        if self.config.cluster.discovery != "mdns":
-            await asyncio.Event().wait()
+
+
+# --- what a node tells of itself and the others --------------------------------------------------------
+
+
+def model_view(node: Node, name: str) -> ModelView:
+    """One model as this node knows it, without asking anybody."""
+    ring, traffic, now = node.rings.rings[name], node.rings.traffic[name], time.monotonic()
+    views = node.rings.ranks.get(name, {}) if ring.phase in Phase.ACTIVE else {}
+    patience_s = node.box.config.cluster.form_wait_s + LOAD_BASE_S / 4
+    late = 0 < traffic.unanswered_since < now - patience_s and ring.phase in (Phase.WAITING, Phase.BACKOFF)
+    plan = ring.plan
+    return view_of(
+        ModelView,
+        ring,
+        traffic,
+        plan,
+        alive=sum(view.exit_code == 0 or (view.exit_code is None and view.pid > 0) for view in views.values()),
+        seconds=now - ring.since,
+        overdue=late or ring.phase == Phase.FAILED,
+        restarts=len(ring.restarts),
+        ranks=tuple(views[rank.node] for rank in plan.ranks if rank.node in views) if plan else (),
+    )
+
+
+def best_view(node: Node, name: str) -> ModelView:
+    """One model as its leader tells it, else as this node knows it."""
+    own = model_view(node, name)
+    if own.phase in (*Phase.ACTIVE, Phase.STOPPING, Phase.STOPPED):
+        return own
+    peers = [peer for peer in node.peers.live() if not peer.problem]
+    others = [view for peer in peers for view in peer.models if view.model == name and view.phase in Phase.TELLING]
+    return min(others, key=lambda view: Phase.TELLING.index(view.phase), default=own)
+
+
+def peer_views(node: Node) -> list[PeerView]:
+    """Every node that this one knows of, with what is wrong with it."""
+    box, live = node.box, {peer.name for peer in node.peers.live()}
+    declared = {entry.name for entry in box.config.nodes}
+    addresses = box.facts.addresses
+    address, notes = ", ".join(a.address for a in addresses), "; ".join(a.note for a in addresses if a.note)
+    views = [facts_view(box.facts, state="self", source="self", address=address, detail=notes)]
+    for peer in node.peers.known.values():
+        if peer.name != box.name:
+            view = peer_view(peer, live=peer.name in live, declared=peer.name in declared)
+            if view.state == "live" and view.config_hash != box.config.hash:
+                view = replace(view, detail=view.detail or "its shardbox.toml differs from this one")
+            views.append(view)
+        elif peer.twin or peer.facts:
+            views.append(PeerView(name=peer.name, state="refused", detail="another box with this node's name"))
+    for hint in node.discovery.hints.values():
+        state, detail = "refused", f"speaks protocol {hint.protocol}, this box {PROTOCOL}"
+        if hint.cluster != box.config.cluster.name:
+            state, detail = "foreign", f"belongs to cluster {hint.cluster!r}"
+        elif hint.protocol == PROTOCOL:
+            continue
+        view = PeerView(name=hint.node, state=state, address=hint.address, source="mdns", detail=detail)
+        views.append(replace(view, version=hint.version))
+    missing = declared - {view.name for view in views if view.state not in ("foreign", "refused")}  # strangers
+    absent = PeerView(name="", declared=True, state="missing", detail="in [[nodes]], never seen")
+    views += [replace(absent, name=name) for name in missing]
+    return sorted(views, key=lambda view: (view.state != "self", view.name))
+
+
+def peer_view(peer: Peer, *, live: bool, declared: bool) -> PeerView:
+    """A node that was heard of. One that nobody declared may go: that is not a fault."""
+    hint = next(reversed(peer.hints.values()), None)
+    state = "live" if live else "unreachable" if peer.facts is None else "lost" if declared else "gone"
+    return facts_view(
+        peer.facts,
+        name=peer.name,
+        declared=declared,
+        state=state,
+        address=peer.target[1] if peer.target else hint.address if hint else "",
+        source=peer.source or (hint.source if hint else ""),
+        detail=peer.twin or ("" if live else peer.problem),
+        rtt_ms=peer.rtt_ms if live else 0.0,
+        silent_s=time.monotonic() - peer.last_seen if peer.last_seen else 0.0,
+    )
+
+
+def facts_view(facts: NodeFacts | None, **given: Any) -> PeerView:
+    """The view of a node, with what it says of itself."""
+    sizes = {"memory_bytes": facts.memory.available_bytes, "gpus": len(facts.gpus)} if facts else {}
+    return view_of(PeerView, facts, **sizes, **given)
+
+
+def snapshot(node: Node) -> Snapshot:
+    """Everything that `status` shows."""
+    box, peers = node.box, peer_views(node)
+    models = tuple(best_view(node, model.name) for model in box.config.models)
+    differing = [view.name for view in peers if view.config_hash and view.config_hash != box.config.hash]
+    ranks = [rank for view in models for rank in view.ranks if rank.isolation_problem]
+    opened = sorted({f"{rank.node}: {rank.isolation_problem}" for rank in ranks})
+    warnings = [
+        *node.warnings.values(),
+        *([f"shardbox.toml differs on {', '.join(differing)}"] if differing else []),
+        *(f"the engine's ports are open on {text}" for text in opened),
+    ]
+    return Snapshot(
+        cluster=box.config.cluster.name,
+        node=box.name,
+        version=VERSION,
+        engine_kind=box.config.engine.kind,
+        demo=node.demo,
+        seconds_up=time.monotonic() - box.started,
+        api=f"http://{box.config.api.bind}:{box.settings.ports.api}/v1",
+        peers=tuple(peers),
+        models=models,
+        warnings=tuple(warnings),
+        exits=tuple(node.host.exits),
+        refusals=dict(node.mesh.refusals),
+    )
 
 
 # ======================================================================================================
 # 13. Control and endpoint: what the owner, other nodes, and OpenAI clients may ask
 # ======================================================================================================
 
-MAX_BODY_BYTES = 32 * MIB  # of a client's request
-MAX_MESSAGE_BYTES = 8 * MIB  # of a control message
-RETRY = {"Retry-After": "5"}
-Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+MAX_BODY_BYTES = 32 * MIB  # of a client's request, also when a peer passes it on
+MAX_MESSAGE_BYTES = 8 * MIB  # of an owner's request
+API_PATHS = ("/v1/chat/completions", "/v1/completions", "/v1/embeddings")
+Handler: TypeAlias = "Callable[[web.Request], Awaitable[web.StreamResponse]]"
+Asked: TypeAlias = "Callable[[web.Request], Awaitable[Any]]"  # a handler of control: its result goes out as JSON
 
 
 async def start_services(node: Node) -> list[Callable[[], Awaitable[None]]]:
@@ -6007,7 +5684,7 @@ async def start_services(node: Node) -> list[Callable[[], Awaitable[None]]]:
         await runner.setup()
     peers, owner, endpoint = runners
     node.control = peers.server
-    with short_socket_path(control_path(node.folder)) as path:
+    with short_socket_path(control_path(node.box.folder)) as path:
         with contextlib.suppress(FileNotFoundError):
             os.unlink(path)
         mask = os.umask(0o177)
@@ -6015,7 +5692,7 @@ async def start_services(node: Node) -> list[Callable[[], Awaitable[None]]]:
             await web.UnixSite(owner, path).start()
         finally:
             os.umask(mask)
-    bind, port = node.config.api.bind, node.config.node(node.name).ports.api
+    bind, port = node.box.config.api.bind, node.box.settings.ports.api
     try:
         await web.TCPSite(endpoint, bind, port).start()
     except OSError as error:
@@ -6024,26 +5701,39 @@ async def start_services(node: Node) -> list[Callable[[], Awaitable[None]]]:
     return [*(runner.cleanup for runner in runners), await start_status_service(node)]
 
 
-def error_body(error: BaseException) -> dict[str, Any]:
-    """What a caller over control is told about a failure."""
-    if isinstance(error, ShardboxError):
-        what = f"{error.where}: {error.what}" if error.where else error.what
-        return {"error": {"what": what, "hint": error.hint, "kind": getattr(error, "kind", "")}}
-    return {"error": {"what": f"bug: {error!r}", "hint": "that node's log has the traceback"}}
+def service_app(prefix: str, limit: int, gets: Iterable[Asked], posts: Iterable[Asked]) -> web.Application:
+    """Control routes named after their handlers, which return what is sent as JSON; failures: see control_errors."""
+    app = web.Application(client_max_size=limit, middlewares=[web.middleware(control_errors)])
+    app.add_routes([web.get(f"{prefix}/{handler.__name__}", answering(handler)) for handler in gets])
+    app.add_routes([web.post(f"{prefix}/{handler.__name__}", answering(handler)) for handler in posts])
+    return app
 
 
-@web.middleware
+def answering(asked: Asked) -> Handler:
+    """A handler that sends as JSON what `asked` returns."""
+
+    async def handler(request: web.Request) -> web.StreamResponse:
+        return web.json_response(to_json(await asked(request)))
+
+    return handler
+
+
 async def control_errors(request: web.Request, handler: Handler) -> web.StreamResponse:
     """ShardboxError becomes 409 with its words; a bug becomes 500 and a traceback in the log."""
     try:
         return await handler(request)
     except ShardboxError as error:
-        return web.json_response(error_body(error), status=409)
+        what = f"{error.where}: {error.what}" if error.where else error.what
+        body = {"what": what, "hint": error.hint, "kind": getattr(error, "kind", "")}
+        return web.json_response({"error": body}, status=409)
+    except ApiError as error:
+        return error.response()
     except (web.HTTPException, asyncio.CancelledError, ConnectionError):
         raise
     except Exception as error:
         log.exception("bug in %s %s", request.method, request.path)
-        return web.json_response(error_body(error), status=500)
+        body = {"what": f"bug: {error!r}", "hint": "that node's log has the traceback"}
+        return web.json_response({"error": body}, status=500)
 
 
 async def message(request: web.Request, *fields: str) -> dict[str, Any]:
@@ -6065,127 +5755,101 @@ class PeerService:
 
     def __init__(self, node: Node) -> None:
         self._node = node
-        self._host = node.host
 
     def app(self) -> web.Application:
         """The routes, all under /peer."""
-        app = web.Application(client_max_size=MAX_BODY_BYTES, middlewares=[control_errors])
-        gets = (self.state, self.bound, self.pairs, self.logs)
-        posts = (self.prepare, self.launch, self.lease, self.release, self.trouble, self.news, self.down)
-        app.add_routes([web.get(f"/peer/{handler.__name__}", handler) for handler in gets])
-        app.add_routes([web.post(f"/peer/{handler.__name__}", handler) for handler in posts])
-        app.add_routes([web.post("/peer/api/{path:.+}", self.api)])
+        posts = (self.trouble, self.news, self.down)
+        app = service_app("/peer", MAX_BODY_BYTES, (self.state, self.bound, self.pairs, self.logs), posts)
+        for verb in ("prepare", "launch", "lease", "release"):
+            app.router.add_post(f"/peer/{verb}", answering(functools.partial(self.rank, verb)))
+        app.add_routes([web.post(f"/peer/api{path}", self.api) for path in API_PATHS])
         return app
 
     def _caller(self, request: web.Request) -> str:
         assert request.transport is not None
         return self._node.callers.get(request.transport.get_extra_info("socket").fileno(), "")
 
-    async def state(self, request: web.Request) -> web.StreamResponse:
+    async def state(self, request: web.Request) -> Any:
         """This node's facts (unless the caller has them), rings and ranks."""
         node, query = self._node, request.query
-        node.check_twin(self._caller(request), query.get("machine", ""), float(query.get("uptime") or 0))
-        facts = to_json(node.facts)
-        known = digest(facts)
-        return web.json_response(
-            {
-                "facts": None if query.get("have") == known else facts,
-                "digest": known,
-                "uptime": time.monotonic() - node.started,
-                "wall": time.time(),
-                "desired": node.desired,
-                "models": [to_json(node.model_view(model.name)) for model in node.config.models],
-            }
+        try:
+            uptime_s = float(query.get("uptime") or 0)
+        except ValueError:
+            raise MessageError("expected a number", where="/peer/state: uptime") from None
+        node.peers.check_twin(self._caller(request), query.get("machine", ""), uptime_s)
+        known = digest(node.facts)
+        return PeerState(
+            facts=None if query.get("have") == known else node.facts,
+            digest=known,
+            uptime=time.monotonic() - node.box.started,
+            wall=time.time(),
+            desired=dict(node.desired),
+            models=tuple(model_view(node, model.name) for model in node.box.config.models),
         )
 
-    async def prepare(self, request: web.Request) -> web.StreamResponse:
-        """Grant a lease for this node's rank of a plan."""
-        data = await message(request, "generation")
-        plan = from_json(ModelPlan, data.get("plan"), "plan")
-        expect = from_json(Expected, data.get("expect") or {}, "expect")
-        await self._host.prepare(plan, data["generation"], self._caller(request), expect)
-        return web.json_response({})
+    async def rank(self, verb: str, request: web.Request) -> Any:
+        """Prepare, start or stop this node's rank of a ring, or renew its lease; see RankHost.answer."""
+        data = await message(request, "generation", *(["model"] if verb != "prepare" else []))
+        return await self._node.host.answer(verb, data, self._caller(request))
 
-    async def launch(self, request: web.Request) -> web.StreamResponse:
-        """Start the rank that was prepared."""
-        data = await message(request, "model", "generation")
-        self._host.renew(data["model"], data["generation"], self._caller(request))
-        await self._host.launch(data["model"], data["generation"])
-        return web.json_response({})
-
-    async def lease(self, request: web.Request) -> web.StreamResponse:
-        """Renew a lease; the answer is the rank's view."""
-        data = await message(request, "model", "generation")
-        run = self._host.renew(data["model"], data["generation"], self._caller(request))
-        return web.json_response(to_json(self._host.view(run)))
-
-    async def release(self, request: web.Request) -> web.StreamResponse:
-        """Stop the rank; it is gone when this answers."""
-        data = await message(request, "model", "generation")
-        run = self._host.runs.get(data["model"])
-        if run and run.lease.generation == data["generation"] and run.lease.proposer == self._caller(request):
-            await self._host.release(data["model"], data["generation"], orderly=bool(data.get("orderly")))
-        return web.json_response({})
-
-    async def bound(self, request: web.Request) -> web.StreamResponse:
+    async def bound(self, request: web.Request) -> Any:
         """Whether this node's engine listens; waits up to 10 s for it."""
-        run = self._host.get(request.query.get("model", ""), request.query.get("generation", ""))
+        run = self._node.host.get(request.query.get("model", ""), request.query.get("generation", ""))
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(run.bound.wait(), 10.0)
-        return web.json_response({"bound": run.bound.is_set() and not run.exited.is_set()})
+        return {"bound": run.bound.is_set() and not run.exited.is_set()}
 
-    async def trouble(self, request: web.Request) -> web.StreamResponse:
-        """A rank of a ring that this node leads is broken."""
+    async def trouble(self, request: web.Request) -> Any:
+        """A rank of a ring that this node leads is broken, or its node goes."""
         data = await message(request, "model", "generation", "reason")
-        ring = self._node.rings.rings.get(data["model"])
-        if ring and ring.plan and ring.plan.rank_of(self._caller(request)):
-            reason = printable(data["reason"])[:1000]
-            kind = "leaving" if data.get("leaving") else "trouble"
-            self._node.rings.post(data["model"], Event(kind=kind, generation=data["generation"] or "-", reason=reason))
-        return web.json_response({})
+        ring = self._node.rings.rings[self._node.box.model(data["model"]).name]
+        if ring.plan and ring.plan.rank_of(self._caller(request)):
+            kind, reason = "leaving" if data.get("leaving") else "trouble", printable(data["reason"])[:1000]
+            event = Event(kind=kind, generation=data["generation"] or "-", reason=reason)
+            self._node.rings.post(ring.model, event)
+        return {}
 
-    async def news(self, request: web.Request) -> web.StreamResponse:
+    async def news(self, request: web.Request) -> Any:
         """The caller's rings changed: ask it now."""
         self._node.peers.ask_now(self._caller(request))
-        return web.json_response({})
+        return {}
 
-    async def down(self, request: web.Request) -> web.StreamResponse:
+    async def down(self, request: web.Request) -> Any:
         """`down --all` on another box."""
         log.info("%s asks this node to end (down --all)", self._caller(request))
         self._node.stop.set()
-        return web.json_response({})
+        return {}
 
-    async def pairs(self, request: web.Request) -> web.StreamResponse:
+    async def pairs(self, request: web.Request) -> Any:
         """Whom this node reaches, for `check` on another."""
-        return web.json_response(to_json(await self._node.reach_all()))
+        return await self._node.reach_all()
 
-    async def logs(self, request: web.Request) -> web.StreamResponse:
+    async def logs(self, request: web.Request) -> Any:
         """The last lines of this node's engines."""
-        query = request.query
-        return web.json_response(read_logs(self._node, query.get("model", ""), line_count(query.get("lines"))))
+        return read_logs(self._node, *log_query(request))
 
     async def api(self, request: web.Request) -> web.StreamResponse:
         """A client's request that another node's endpoint passes on to this one, the leader."""
-        return await answer_here(self._node, request, "/" + request.match_info["path"])
+        return await answer_request(self._node, request, request.path.removeprefix("/peer/api"), passed_on=True)
 
 
-def line_count(text: str | None) -> int:
-    """How many log lines were asked for: 1 to 10,000. Raises UsageError."""
-    if not re.fullmatch(r"[0-9]{1,5}", text or "") or not 1 <= int(text or 0) <= 10000:
-        raise UsageError(f"lines must be 1-10000, got {(text or '')[:20]!r}")
-    return int(text or 0)
+def log_query(request: web.Request) -> tuple[str, int]:
+    """Of which model, and how many log lines are asked for: 1 to 10,000. Raises UsageError."""
+    text = request.query.get("lines", "")
+    if not re.fullmatch(r"[0-9]{1,5}", text) or not 1 <= int(text) <= 10000:
+        raise UsageError(f"lines must be 1-10000, got {text[:20]!r}")
+    return request.query.get("model", ""), int(text)
 
 
 def read_logs(node: Node, model: str, lines: int) -> dict[str, str]:
     """The last lines of this node's engine logs, by file name. Raises UsageError for an unknown model."""
-    names = [find_configured(node.config, model).name] if model else [entry.name for entry in node.config.models]
-    result = {}
-    for name in names:
+    config, result = node.box.config, {}
+    for name in [find_configured(config, model).name] if model else [entry.name for entry in config.models]:
         path = node.host.log_path(name)
         with contextlib.suppress(FileNotFoundError), open(path, "rb") as file:
             file.seek(max(0, os.fstat(file.fileno()).st_size - 400 * lines))
             tail = file.read().decode("utf-8", "replace").splitlines()[-lines:]
-            result[f"{node.name}/{os.path.basename(path)}"] = "\n".join(printable(line) for line in tail)
+            result[f"{node.box.name}/{os.path.basename(path)}"] = "\n".join(printable(line) for line in tail)
     return result
 
 
@@ -6197,51 +5861,47 @@ class OwnerService:
 
     def app(self) -> web.Application:
         """The routes."""
-        app = web.Application(client_max_size=MAX_MESSAGE_BYTES, middlewares=[control_errors])
-        app.add_routes([web.get(f"/{handler.__name__}", handler) for handler in (self.nodes, self.logs, self.check)])
-        app.add_routes([web.post(f"/{handler.__name__}", handler) for handler in (self.down, self.want)])
-        return app
+        return service_app("", MAX_MESSAGE_BYTES, (self.nodes, self.logs, self.check), (self.down, self.want))
 
-    async def down(self, request: web.Request) -> web.StreamResponse:
+    async def down(self, request: web.Request) -> Any:
         """End this node, or with ?all every one that is reached."""
-        node, told = self._node, dict[str, str]()
-        for peer in node.peers.live() if request.query.get("all") else []:
+        peers, told = self._node.peers, dict[str, str]()
+        for peer in peers.live() if request.query.get("all") else []:
             try:
-                await node.peers.call(peer.name, "POST", "/peer/down")
+                await peers.call(peer.name, "POST", "/peer/down")
                 told[peer.name] = "stopping"
             except ShardboxError as error:
                 told[peer.name] = error.what
-        node.stop.set()
-        return web.json_response({"told": told})
+        self._node.stop.set()
+        return {"told": told}
 
-    async def want(self, request: web.Request) -> web.StreamResponse:
+    async def want(self, request: web.Request) -> Any:
         """Start or stop a model on the whole cluster."""
         data = await message(request, "model")
-        model = find_configured(self._node.config, data["model"])
+        model = find_configured(self._node.box.config, data["model"])
         if not isinstance(data.get("wanted"), bool):
             raise MessageError("expected true or false", where="/want: wanted")
         self._node.want(model.name, data["wanted"])
-        return web.json_response({"model": model.name})
+        return {"model": model.name}
 
-    async def nodes(self, request: web.Request) -> web.StreamResponse:
+    async def nodes(self, request: web.Request) -> Any:
         """Every node that is known, and the facts of those that are live."""
         node = self._node
-        return web.json_response({"nodes": to_json(node.peer_views()), "facts": to_json(node.all_facts())})
+        return {"nodes": peer_views(node), "facts": node.all_facts()}
 
-    async def logs(self, request: web.Request) -> web.StreamResponse:
+    async def logs(self, request: web.Request) -> Any:
         """Engine logs of one node or of all."""
-        node, query = self._node, request.query
-        lines, model = line_count(query.get("lines")), query.get("model", "")
-        result: dict[str, str] = {}
-        for name in [query["node"]] if query.get("node") else [node.name, *(peer.name for peer in node.peers.live())]:
-            if name == node.name:
-                result |= read_logs(node, model, lines)
+        peers, own = self._node.peers, self._node.box.name
+        (model, lines), only = log_query(request), request.query.get("node")
+        asked, result = urllib.parse.urlencode({"model": model, "lines": lines}), dict[str, str]()
+        for name in [only] if only else [own, *(peer.name for peer in peers.live())]:
+            if name == own:
+                result |= read_logs(self._node, model, lines)
             else:
-                asked = urllib.parse.urlencode({"model": model, "lines": lines})
-                result |= await node.peers.call(name, "GET", f"/peer/logs?{asked}")
-        return web.json_response(result)
+                result |= await peers.call(name, "GET", f"/peer/logs?{asked}")
+        return result
 
-    async def check(self, request: web.Request) -> web.StreamResponse:
+    async def check(self, request: web.Request) -> Any:
         """What `check` needs of the cluster: every pair dialled in both directions."""
         node = self._node
         reaches = await node.reach_all()
@@ -6251,13 +5911,9 @@ class OwnerService:
                 reaches += [from_json(Reach, item, "pairs") for item in reply]
             except ShardboxError as error:
                 reaches.append(Reach(source=peer.name, target="-", address="-", problem=error.what, hint=error.hint))
-        body = {
-            "pairs": to_json(reaches),
-            "facts": to_json(node.all_facts()),
-            "clock_skew_s": {peer.name: peer.wall_skew_s for peer in node.peers.live()},
-            "discovery": node.discovery.problem,
-        }
-        return web.json_response(body)
+        skew_s = {peer.name: peer.wall_skew_s for peer in node.peers.live()}
+        body = {"pairs": reaches, "facts": node.all_facts(), "clock_skew_s": skew_s}
+        return {**body, "discovery": node.discovery.problem}
 
 
 def find_configured(config: Config, name: str) -> ModelConfig:
@@ -6282,39 +5938,34 @@ def status_address(cluster: str, node: str) -> str:
 
 async def start_status_service(node: Node) -> Callable[[], Awaitable[None]]:
     """Serve the snapshot as JSON to whoever connects; the connection is then closed."""
-    address = status_address(node.config.cluster.name, node.name)
-    if not address.startswith("\0"):
-        with contextlib.suppress(FileNotFoundError):
-            os.unlink(address)
+    address = status_address(node.box.config.cluster.name, node.box.name)
+
+    def unlink() -> None:
+        if not address.startswith("\0"):
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(address)
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        try:
-            writer.write(json.dumps(to_json(node.snapshot())).encode())
+        with contextlib.closing(writer), contextlib.suppress(ConnectionError, TimeoutError):  # it went away
+            writer.write(json.dumps(to_json(snapshot(node))).encode())
             async with asyncio.timeout(5):
                 await writer.drain()
-        except (ConnectionError, TimeoutError):
-            log.debug("a status client went away")
-        finally:
-            writer.close()
 
+    unlink()
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
         sock.bind(address)
     except OSError as error:
         sock.close()
-        raise UsageError(
-            f"another process serves the status of node {node.name}: {error.strerror}",
-            hint="is a second shardbox up on this box? `shardbox down` ends it",
-        ) from None
+        what = f"another process serves the status of node {node.box.name}: {error.strerror}"
+        raise UsageError(what, hint="is a second shardbox up on this box? `shardbox down` ends it") from None
     if not address.startswith("\0"):
         os.chmod(address, 0o666)
     server = await asyncio.start_unix_server(serve, sock=sock)
 
     async def close() -> None:
         server.close()
-        if not address.startswith("\0"):
-            with contextlib.suppress(FileNotFoundError):
-                os.unlink(address)
+        unlink()
 
     return close
 
@@ -6322,16 +5973,25 @@ async def start_status_service(node: Node) -> Callable[[], Awaitable[None]]:
 # --- the OpenAI endpoint ----------------------------------------------------------------------------------
 
 
-def api_error(
-    status: int,
-    text: str,
-    kind: str = "invalid_request_error",
-    code: str | None = None,
-    headers: Mapping[str, str] | None = None,
-) -> web.Response:
-    """An error in OpenAI's shape."""
-    body = {"error": {"message": text, "type": kind, "param": None, "code": code}}
-    return web.json_response(body, status=status, headers=headers)
+class ApiError(Exception):
+    """An error for an OpenAI client. Whose fault it is follows from the status; a 503 says when to ask again."""
+
+    def __init__(self, status: int, text: str, code: str | None = None) -> None:
+        super().__init__(text)
+        self.status, self.text, self.code = status, text, code
+
+    def response(self) -> web.Response:
+        """The error in OpenAI's shape."""
+        kind = "invalid_request_error" if self.status < 500 or self.status == 501 else "server_error"
+        body = {"error": {"message": self.text, "type": kind, "param": None, "code": self.code}}
+        retry = {"Retry-After": "5"} if self.status == 503 else None
+        return web.json_response(body, status=self.status, headers=retry)
+
+
+def need(condition: bool, text: str) -> None:
+    """Raises ApiError (400) with the text where the condition does not hold."""
+    if not condition:
+        raise ApiError(400, text)
 
 
 class Endpoint:
@@ -6339,64 +5999,61 @@ class Endpoint:
 
     def __init__(self, node: Node) -> None:
         self._node = node
-        self._keys = read_api_keys(node.config)
+        self._keys = read_api_keys(node.box.config)
 
     def app(self) -> web.Application:
         """The routes."""
-        app = web.Application(client_max_size=MAX_BODY_BYTES, middlewares=[self.guard])
+        guard = web.middleware(functools.partial(self.guard))  # which a bound method does not let itself be marked as
+        app = web.Application(client_max_size=MAX_BODY_BYTES, middlewares=[guard])
         app.add_routes([web.get("/v1/models", self.models), web.get("/health", self.health)])
-        app.add_routes(
-            [web.post(f"/v1/{path}", self.generate) for path in ("chat/completions", "completions", "embeddings")]
-        )
+        app.add_routes([web.post(path, self.generate) for path in API_PATHS])
         return app
 
-    @web.middleware
     async def guard(self, request: web.Request, handler: Handler) -> web.StreamResponse:
         """Keys first; then every failure in OpenAI's shape."""
-        if self._keys and request.path != "/health":
-            given = request.headers.get("Authorization", "").removeprefix("Bearer ").strip()
-            if not any([hmac.compare_digest(given.encode(errors="replace"), key) for key in self._keys]):  # noqa: C419 - all, in constant time
-                return api_error(401, "wrong or missing API key", code="invalid_api_key")
         try:
+            self._check_key(request)
             return await handler(request)
+        except ApiError as failure:
+            error = failure
         except web.HTTPNotFound:
-            return api_error(404, f"no such path: {request.path}", code="not_found")
-        except web.HTTPMethodNotAllowed as error:
-            return api_error(405, f"{request.path} takes {', '.join(sorted(error.allowed_methods))}")
+            error = ApiError(404, f"no such path: {request.path}", "not_found")
+        except web.HTTPMethodNotAllowed as wrong:
+            error = ApiError(405, f"{request.path} takes {', '.join(sorted(wrong.allowed_methods))}")
         except web.HTTPRequestEntityTooLarge:
-            return api_error(413, f"the request is larger than {format_size(MAX_BODY_BYTES)}")
+            error = ApiError(413, f"the request is larger than {format_size(MAX_BODY_BYTES)}")
         except (web.HTTPException, asyncio.CancelledError, ConnectionError):
             raise
         except Exception:
             log.exception("bug in %s %s", request.method, request.path)
-            return api_error(500, "a bug in shardbox: its log has the traceback", kind="server_error")
+            error = ApiError(500, "a bug in shardbox: its log has the traceback")
+        return error.response()
+
+    def _check_key(self, request: web.Request) -> None:
+        if self._keys and request.path != "/health":
+            given = request.headers.get("Authorization", "").removeprefix("Bearer ").strip().encode(errors="replace")
+            if not any([hmac.compare_digest(given, key) for key in self._keys]):  # noqa: C419 - all, in constant time
+                raise ApiError(401, "wrong or missing API key", "invalid_api_key")
 
     async def models(self, request: web.Request) -> web.StreamResponse:
         """The configured models, in OpenAI's shape, with their phase."""
-        node = self._node
-        data = [
-            {
-                "id": model.name,
-                "object": "model",
-                "created": 0,
-                "owned_by": node.config.cluster.name,
-                "aliases": list(model.aliases),
-                "status": node.best_view(model.name).phase,
-            }
-            for model in node.config.models
-        ]
+        config, data = self._node.box.config, []
+        for model in config.models:
+            entry = {"id": model.name, "object": "model", "created": 0, "owned_by": config.cluster.name}
+            phase = best_view(self._node, model.name).phase
+            data.append({**entry, "aliases": list(model.aliases), "status": phase})
         return web.json_response({"object": "list", "data": data})
 
     async def health(self, request: web.Request) -> web.StreamResponse:
         """200 when every wanted model answers, else 503."""
-        phases = {model.name: self._node.best_view(model.name).phase for model in self._node.config.models}
+        phases = {model.name: best_view(self._node, model.name).phase for model in self._node.box.config.models}
         good = all(phase in (Phase.SERVING, Phase.STOPPED) for phase in phases.values())
         body = {"status": "ok" if good else "loading", "models": phases}
-        return web.json_response(body, status=200 if good else 503, headers=None if good else RETRY)
+        return web.json_response(body, status=200 if good else 503, headers=None if good else {"Retry-After": "5"})
 
     async def generate(self, request: web.Request) -> web.StreamResponse:
         """A completion, chat completion or embedding."""
-        return await answer_anywhere(self._node, request, request.path)
+        return await answer_request(self._node, request, request.path, passed_on=False)
 
 
 def read_api_keys(config: Config) -> list[bytes]:
@@ -6414,84 +6071,49 @@ def read_api_keys(config: Config) -> list[bytes]:
     return keys
 
 
-def request_model(node: Node, body: dict[str, Any]) -> ModelConfig | web.Response:
-    """The model that a request names, or the error that says which there are."""
-    name = body.get("model")
-    if name is None and len(node.config.models) == 1:
-        return node.config.models[0]
-    model = node.config.model(name) if isinstance(name, str) else None
-    if model is None:
-        names = ", ".join(other.name for other in node.config.models) or "none"
-        shown = repr(name)[:100]
-        return api_error(404, f"the model {shown} does not exist; there are: {names}", code="model_not_found")
-    return model
-
-
-async def read_request(node: Node, request: web.Request) -> tuple[ModelConfig, dict[str, Any]] | web.Response:
-    """The model and JSON object of a client's request, or the error for it."""
+async def read_request(config: Config, request: web.Request) -> tuple[ModelConfig, dict[str, Any]]:
+    """The model and JSON object of a client's request. Raises ApiError."""
     try:
         body = json.loads(await request.read())
     except (ValueError, RecursionError, web.RequestPayloadError):
-        return api_error(400, "the request is not JSON")
+        body = None
     if not isinstance(body, dict):
-        return api_error(400, "the request is not a JSON object")
-    model = request_model(node, body)
-    if isinstance(model, web.Response):
-        return model
-    embed = request.path.endswith("/embeddings")
-    if embed and not model.embeddings:
-        return api_error(
-            501,
-            f"{model.name} serves completions: set embeddings = true for a model that embeds",
-            code="not_implemented",
-        )
-    if not embed and model.embeddings:
-        return api_error(501, f"{model.name} serves embeddings only", code="not_implemented")
+        raise ApiError(400, "the request is not a JSON object")
+    name, only = body.get("model"), config.models[0] if len(config.models) == 1 else None
+    model = config.model(name) if isinstance(name, str) else only if name is None else None
+    if model is None:
+        names = ", ".join(other.name for other in config.models) or "none"
+        text = f"the model {repr(name)[:100]} does not exist; there are: {names}"
+        raise ApiError(404, text, "model_not_found")
+    if request.path.endswith("/embeddings") != model.embeddings:
+        wish = "completions: set embeddings = true for a model that embeds"
+        raise ApiError(501, f"{model.name} serves {'embeddings only' if model.embeddings else wish}", "not_implemented")
     return model, body
 
 
-def not_ready(view: ModelView) -> web.Response:
-    """503 while a model does not answer: the phase, why, and when to ask again."""
-    text = f"{view.model} is {view.phase}" + (f": {view.reason}" if view.reason else "")
-    return api_error(503, text, kind="server_error", code="model_not_ready", headers=RETRY)
-
-
-async def answer_anywhere(node: Node, request: web.Request, path: str) -> web.StreamResponse:
-    """Answer a client's request: here if this node leads the model, else through the mesh."""
-    parsed = await read_request(node, request)
-    if isinstance(parsed, web.Response):
-        return parsed
-    model, body = parsed
+async def answer_request(node: Node, request: web.Request, path: str, *, passed_on: bool) -> web.StreamResponse:
+    """Answer a client's request: here if this node leads the model, else through the mesh, once. Raises ApiError."""
+    model, body = await read_request(node.box.config, request)
     if node.rings.rings[model.name].phase == Phase.SERVING:
         return await answer_model(node, request, path, model, body)
-    leader = node.leader_of(model.name)
+    leader = "" if passed_on else node.leader_of(model.name)
     if not leader:
-        return not_ready(node.best_view(model.name))
+        raise not_ready(node, model.name)
     try:
-        url = node.links.url(node.peers.target(leader), f"/peer/api{path}")
-        reply = await node.links.session.post(url, json={**body, "model": model.name})
+        url = node.peers.url(node.peers.target(leader), f"/peer/api{path}")
+        reply = await node.peers.session.post(url, json={**body, "model": model.name})
     except (aiohttp.ClientError, OSError, MeshError) as error:
-        return api_error(
-            503,
-            f"the leader {leader} cannot be reached: {error}",
-            kind="server_error",
-            code="model_not_ready",
-            headers=RETRY,
-        )
+        raise ApiError(503, f"the leader {leader} cannot be reached: {error}", "model_not_ready") from None
     async with reply:
         headers = {key: reply.headers[key] for key in ("Content-Type", "Retry-After") if key in reply.headers}
         response = web.StreamResponse(status=reply.status, headers=headers)
         return await pass_on(request, response, reply.content.iter_any(), model.name)
 
 
-async def answer_here(node: Node, request: web.Request, path: str) -> web.StreamResponse:
-    """A request that another node's endpoint passed to this one, the leader."""
-    parsed = await read_request(node, request)
-    if isinstance(parsed, web.Response):
-        return parsed
-    if node.rings.rings[parsed[0].name].phase != Phase.SERVING:
-        return not_ready(node.best_view(parsed[0].name))
-    return await answer_model(node, request, path, *parsed)
+def not_ready(node: Node, model: str) -> ApiError:
+    """503 while a model does not answer: the phase, and why."""
+    view = best_view(node, model)
+    return ApiError(503, f"{model} is {view.phase}" + (f": {view.reason}" if view.reason else ""), "model_not_ready")
 
 
 async def pass_on(
@@ -6503,12 +6125,13 @@ async def pass_on(
         async for chunk in chunks:
             await response.write(chunk)
     except (aiohttp.ClientError, EngineError) as error:
-        text = f"the answer of {model} broke off: {breakage(error)}"
         if response.content_type != "text/event-stream":
             assert request.transport is not None
             request.transport.abort()  # a cut body must not look whole
             return response
-        await response.write(error_event(text))
+        text = f"the answer of {model} broke off: {breakage(error)}"
+        body = {"error": {"message": text, "type": "server_error", "param": None, "code": "ring_lost"}}
+        await response.write(b"data: " + json.dumps(body).encode() + b"\n\ndata: [DONE]\n\n")
     await response.write_eof()
     return response
 
@@ -6518,101 +6141,70 @@ def breakage(error: BaseException) -> str:
     return str(error) if isinstance(error, ShardboxError) else "the connection to its engine was lost"
 
 
-def error_event(text: str) -> bytes:
-    """The last event of a stream that could not be finished."""
-    body = {"error": {"message": text, "type": "server_error", "param": None, "code": "ring_lost"}}
-    return b"data: " + json.dumps(body).encode() + b"\n\ndata: [DONE]\n\n"
-
-
 async def answer_model(
     node: Node, request: web.Request, path: str, model: ModelConfig, body: dict[str, Any]
 ) -> web.StreamResponse:
-    """Ask the engine on this node. It always streams to us, so that an answer nobody waits for can be dropped."""
-    run = node.host.runs.get(model.name)
+    """Ask the engine on this node. It always streams to us, so that an answer nobody waits for can be dropped.
+    Raises ApiError."""
+    run, traffic = node.host.runs.get(model.name), node.rings.traffic[model.name]
     if run is None or run.session is None:
-        return not_ready(node.best_view(model.name))
-    if model.embeddings:
-        return await answer_embeddings(run.session, body)
-    try:
-        asked = engine_request(path, model, body)
-    except UsageError as error:
-        return api_error(400, error.what)
-    node.rings.in_flight[model.name] = node.rings.in_flight.get(model.name, 0) + 1
+        raise not_ready(node, model.name)
+    if model.embeddings:  # they have no stream: passed through as they are
+        async with run.session.post("http://engine/v1/embeddings", json=body) as reply:
+            return web.Response(body=await reply.read(), status=reply.status, content_type="application/json")
+    asked = engine_request(path, model, body)
+    traffic.in_flight += 1
     try:
         target = "/completion" if path == "/v1/completions" else path
         async with run.session.post(f"http://engine{target}", json=asked) as reply:
             events = engine_events(reply)
             first = await anext(events, None)
             if first is None or "error" in first:
-                return engine_refusal(reply.status, first)
-            answer = Answer(chat=path == "/v1/chat/completions", plan=run.plan, slots=model.slots, node=node)
+                raise engine_refusal(reply.status, first)
+            answer = Answer(path == "/v1/chat/completions", run.plan, model.slots, traffic)
             if body.get("stream"):
-                response = web.StreamResponse(
-                    headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"}
-                )
+                headers = {"Content-Type": "text/event-stream", "Cache-Control": "no-cache"}
+                response = web.StreamResponse(headers=headers)
                 return await pass_on(request, response, answer.stream(first, events), model.name)
             return web.json_response(await answer.whole(first, events))
     except (aiohttp.ClientError, EngineError) as error:
-        return api_error(
-            503,
-            f"the ring of {model.name} broke while it answered: {breakage(error)}",
-            kind="server_error",
-            code="ring_lost",
-            headers=RETRY,
-        )
+        text = f"the ring of {model.name} broke while it answered: {breakage(error)}"
+        raise ApiError(503, text, "ring_lost") from None
     finally:
-        node.rings.in_flight[model.name] -= 1
-
-
-async def answer_embeddings(session: aiohttp.ClientSession, body: dict[str, Any]) -> web.StreamResponse:
-    """Embeddings have no stream: passed through as they are."""
-    async with session.post("http://engine/v1/embeddings", json=body) as reply:
-        return web.Response(body=await reply.read(), status=reply.status, content_type="application/json")
+        traffic.in_flight -= 1
 
 
 def engine_request(path: str, model: ModelConfig, body: dict[str, Any]) -> dict[str, Any]:
-    """The request as Prima's server takes it. Raises UsageError for what it would ignore or get wrong."""
+    """The request as Prima's server takes it. Raises ApiError for what it would ignore or get wrong."""
     asked = {**body, "stream": True, "stream_options": {"include_usage": True}, "model": model.name}
-    if body.get("n", 1) != 1 or body.get("best_of", 1) not in (0, 1):
-        raise UsageError("one choice a request: n and best_of must be 1")
-    if not isinstance(body.get("stream", False), bool | None):
-        raise UsageError("stream must be true or false")
+    need(body.get("n", 1) == 1 and body.get("best_of", 1) in (0, 1), "one choice a request: n and best_of must be 1")
+    need(isinstance(body.get("stream", False), bool | None), "stream must be true or false")
     limits = [model.max_output] if model.max_output else []
     for key in ("max_completion_tokens", "max_tokens", "n_predict"):
         limit = asked.pop(key, None)
-        if limit is not None and (not isinstance(limit, int) or isinstance(limit, bool)):
-            raise UsageError(f"{key} must be a whole number")
+        need(limit is None or type(limit) is int, f"{key} must be a whole number")
         limits += [limit] if limit is not None and limit >= 0 else []
     if limits:
         asked["n_predict"] = min(limits)
     if path == "/v1/completions":
         return text_request(asked)
-    if not is_conversation(body.get("messages")):
-        raise UsageError("messages must be a list of objects, each with a role")
+    talk = body.get("messages") or None
+    whole = isinstance(talk, list) and all(
+        isinstance(item, dict) and isinstance(item.get("role"), str) for item in talk
+    )
+    need(whole, "messages must be a list of objects, each with a role")
     return asked
 
 
 def text_request(asked: dict[str, Any]) -> dict[str, Any]:
-    """A text completion as Prima's `/completion` takes it. Raises UsageError."""
-    prompt = asked.get("prompt")
+    """A text completion as Prima's `/completion` takes it. Raises ApiError."""
+    prompt, stop = asked.get("prompt"), asked.get("stop")
     if isinstance(prompt, list) and len(prompt) == 1 and isinstance(prompt[0], str):
         prompt = prompt[0]
     tokens = isinstance(prompt, list) and bool(prompt) and all(isinstance(token, int) for token in prompt)
-    if not isinstance(prompt, str) and not tokens:
-        raise UsageError("prompt must be one string, or one list of tokens")
-    if asked.get("echo") or asked.get("suffix"):
-        raise UsageError("echo and suffix are not supported")
-    stop = asked.get("stop")
+    need(isinstance(prompt, str) or tokens, "prompt must be one string, or one list of tokens")
+    need(not asked.get("echo") and not asked.get("suffix"), "echo and suffix are not supported")
     return {**asked, "prompt": prompt, **({"stop": [stop]} if isinstance(stop, str) else {})}
-
-
-def is_conversation(messages: Any) -> bool:
-    """Whether a chat's `messages` have the shape that every engine understands."""
-    return (
-        isinstance(messages, list)
-        and bool(messages)
-        and all(isinstance(item, dict) and isinstance(item.get("role"), str) for item in messages)
-    )
 
 
 async def engine_events(reply: aiohttp.ClientResponse) -> AsyncIterator[dict[str, Any]]:
@@ -6634,28 +6226,24 @@ async def engine_events(reply: aiohttp.ClientResponse) -> AsyncIterator[dict[str
                 yield data if whole else {"error": data}  # Prima sends its errors bare
 
 
-def engine_refusal(status: int, event: dict[str, Any] | None) -> web.Response:
+def engine_refusal(status: int, event: dict[str, Any] | None) -> ApiError:
     """The engine's error, before any token, as OpenAI's."""
-    error = (event or {}).get("error")
-    text = str(error.get("message") if isinstance(error, dict) else error or "the engine sent nothing")
-    code = error.get("code") if isinstance(error, dict) and isinstance(error.get("code"), int) else status
+    error = (event or {}).get("error") or "the engine sent nothing"
+    error = error if isinstance(error, dict) else {"message": error}
+    text, code = str(error.get("message")), error.get("code")
     if "exceeds the available context size" in text or "context shift is disabled" in text:
-        return api_error(400, "the prompt is longer than the model's context", code="context_length_exceeded")
-    if not isinstance(code, int) or not 400 <= code < 600:
-        code = 500
-    return api_error(code, text, kind="invalid_request_error" if code < 500 else "server_error")
+        return ApiError(400, "the prompt is longer than the model's context", "context_length_exceeded")
+    code = code if isinstance(code, int) else status
+    return ApiError(code if 400 <= code < 600 else 500, text)
 
 
 class Answer:
     """One answer on its way from the engine's events to OpenAI's, whole or streamed; measures its speed."""
 
-    def __init__(self, *, chat: bool, plan: ModelPlan, slots: int, node: Node) -> None:
-        self._chat = chat
-        self._model = plan.model
-        self._context = plan.context // slots
-        self._node = node
-        self._id = f"{'chatcmpl' if chat else 'cmpl'}-{secrets.token_hex(12)}"
-        self._created = int(time.time())
+    def __init__(self, chat: bool, plan: ModelPlan, slots: int, traffic: Traffic) -> None:
+        self._chat, self._context, self._traffic = chat, plan.context // slots, traffic
+        name = f"{'chatcmpl' if chat else 'cmpl'}-{secrets.token_hex(12)}"
+        self._head = {"id": name, "created": int(time.time()), "model": plan.model}
         self._first_at = 0.0
         self._tokens = 0
 
@@ -6663,9 +6251,9 @@ class Answer:
         now = time.monotonic()
         self._first_at = self._first_at or now
         self._tokens += 1
-        self._node.rings.answered_at[self._model] = now
+        self._traffic.answered_at = now
         if self._tokens > 4 and now > self._first_at:
-            self._node.rings.tokens_per_s[self._model] = (self._tokens - 1) / (now - self._first_at)
+            self._traffic.tokens_per_s = (self._tokens - 1) / (now - self._first_at)
 
     async def _openai(
         self, first: dict[str, Any], events: AsyncIterator[dict[str, Any]]
@@ -6676,8 +6264,7 @@ class Answer:
             self._note()
             full = "error" in event
             event = self._end_of_context(event["error"]) if full else event
-            event = event if self._chat else self._text_event(event)
-            event.update(model=self._model, id=self._id, created=self._created)
+            event = {**(event if self._chat else self._text_event(event)), **self._head}
             finished = finished or any(choice.get("finish_reason") for choice in event.get("choices", []))
             yield event
             following = None if full else await anext(events, None)
@@ -6696,21 +6283,17 @@ class Answer:
         prompt = max(0, self._context - output)
         if not self._chat:
             return {"stop": True, "stopped_limit": True, "tokens_evaluated": prompt, "tokens_predicted": output}
-        usage = {"prompt_tokens": prompt, "completion_tokens": output, "total_tokens": prompt + output}
         choice = {"index": 0, "delta": {}, "finish_reason": "length"}
-        return {"object": "chat.completion.chunk", "choices": [choice], "usage": usage}
+        return {"object": "chat.completion.chunk", "choices": [choice], "usage": token_usage(prompt, output)}
 
     def _text_event(self, event: dict[str, Any]) -> dict[str, Any]:
         """Prima's own completion event (bdf9d8e7, examples/server) as OpenAI's text_completion."""
-        done = bool(event.get("stop"))
-        reason = ("length" if event.get("stopped_limit") else "stop") if done else None
-        result: dict[str, Any] = {
-            "object": "text_completion",
-            "choices": [{"index": 0, "text": event.get("content", ""), "finish_reason": reason, "logprobs": None}],
-        }
-        if done:
+        choice = {"index": 0, "text": event.get("content", ""), "finish_reason": None, "logprobs": None}
+        result: dict[str, Any] = {"object": "text_completion", "choices": [choice]}
+        if event.get("stop"):
+            choice["finish_reason"] = "length" if event.get("stopped_limit") else "stop"
             prompt, output = int(event.get("tokens_evaluated", 0)), int(event.get("tokens_predicted", 0))
-            result["usage"] = {"prompt_tokens": prompt, "completion_tokens": output, "total_tokens": prompt + output}
+            result["usage"] = token_usage(prompt, output)
         return result
 
     async def stream(self, first: dict[str, Any], events: AsyncIterator[dict[str, Any]]) -> AsyncIterator[bytes]:
@@ -6721,25 +6304,22 @@ class Answer:
 
     async def whole(self, first: dict[str, Any], events: AsyncIterator[dict[str, Any]]) -> dict[str, Any]:
         """One object, as if it had not been streamed."""
-        text, reason, usage, extra = [], None, None, {}
+        text, reason, more = [], None, {"usage": None}
         async for event in self._openai(first, events):
-            usage = event.get("usage") or usage
-            extra.update({key: event[key] for key in ("timings",) if key in event})
+            more |= {key: event[key] for key in ("usage", "timings") if event.get(key)}
             for choice in event.get("choices", []):
                 text.append((choice.get("delta", {}).get("content") if self._chat else choice.get("text")) or "")
                 reason = choice.get("finish_reason") or reason
         content = "".join(text)
         choice = {"index": 0, "finish_reason": reason, "logprobs": None}
         choice |= {"message": {"role": "assistant", "content": content}} if self._chat else {"text": content}
-        return {
-            "id": self._id,
-            "object": "chat.completion" if self._chat else "text_completion",
-            "created": self._created,
-            "model": self._model,
-            "choices": [choice],
-            "usage": usage,
-            **extra,
-        }
+        kind = "chat.completion" if self._chat else "text_completion"
+        return {**self._head, "object": kind, "choices": [choice], **more}
+
+
+def token_usage(prompt: int, output: int) -> dict[str, int]:
+    """How many tokens an answer took, as OpenAI counts them."""
+    return {"prompt_tokens": prompt, "completion_tokens": output, "total_tokens": prompt + output}
 
 
 # ======================================================================================================
@@ -6910,25 +6490,14 @@ def plan_text(plan: ModelPlan | PlanError, name: str) -> str:
 CONFIG_NAME = "shardbox.toml"
 
 
-def config_places(environ: Mapping[str, str]) -> list[str]:
-    """Where a shardbox.toml is looked for, in order."""
-    if environ.get("SHARDBOX_CONFIG"):
-        return [environ["SHARDBOX_CONFIG"]]
-    return [CONFIG_NAME, os.path.join(os.path.dirname(own_file()), CONFIG_NAME), f"/etc/shardbox/{CONFIG_NAME}"]
-
-
 def load_config(path: str | None) -> Config:
-    """Read and check the configuration. Raises ConfigError or UsageError."""
-    places = [path] if path else config_places(os.environ)
-    found = next(
-        (place for place in places if path or os.environ.get("SHARDBOX_CONFIG") or os.path.exists(place)), None
-    )
+    """The checked configuration: of `path`, SHARDBOX_CONFIG, or the first place that has one. Raises ConfigError or
+    UsageError."""
+    places = [CONFIG_NAME, os.path.join(os.path.dirname(own_file()), CONFIG_NAME), f"/etc/shardbox/{CONFIG_NAME}"]
+    found = path or os.environ.get("SHARDBOX_CONFIG") or next(filter(os.path.exists, places), None)
     if found is None:
-        raise UsageError(
-            "no configuration found",
-            where=", ".join(places),
-            hint="give it with --config FILE; config.example.toml shows what goes in",
-        )
+        hint = "give it with --config FILE; config.example.toml shows what goes in"
+        raise UsageError("no configuration found", where=", ".join(places), hint=hint)
     try:
         with open(found, "rb") as file:
             data = file.read(MAX_CONFIG_BYTES + 1)
@@ -6939,16 +6508,14 @@ def load_config(path: str | None) -> Config:
 
 def node_name(config: Config, given: str | None) -> str:
     """This node's name: --node, SHARDBOX_NODE, or the hostname, short or full. Raises UsageError."""
-    said = given or os.environ.get("SHARDBOX_NODE")
-    declared = [node.name for node in config.nodes]
+    said = (given or os.environ.get("SHARDBOX_NODE") or "").lower()
     host = socket.gethostname().lower()
-    candidates = [said.lower()] if said else [host, host.split(".")[0]]
-    for name in candidates:
-        if name in declared:
-            return name
-        full = [node for node in declared if node.split(".")[0] == name and not said]
-        if len(full) == 1:
-            return full[0]
+    candidates = [said] if said else [host, host.partition(".")[0]]
+    declared = [node.name for node in config.nodes]
+    exact = [name for name in candidates if name in declared]
+    short = [name for name in declared if name.partition(".")[0] == candidates[-1] and not said]
+    if exact or len(short) == 1:
+        return (exact or short)[0]
     if declared:
         raise UsageError(
             f"no node {candidates[0]!r} in [[nodes]]; there are: {', '.join(declared)}",
@@ -6966,54 +6533,43 @@ def read_secret(config: Config) -> str:
     if config.cluster.secret:
         return config.cluster.secret
     path = os.path.join(config.folder, config.cluster.secret_file)
+    where = f"cluster.secret_file: {path}"
     try:
         with open(path, encoding="utf-8") as file:
             secret = file.read(4096).strip()
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "not a text file"
-        raise UsageError(
-            f"cannot be read: {reason}",
-            where=f"cluster.secret_file: {path}",
-            hint=f"make one with `shardbox secret > {config.cluster.secret_file}`, and copy it to every box",
-        ) from None
+        hint = f"make one with `shardbox secret > {config.cluster.secret_file}`, and copy it to every box"
+        raise UsageError(f"cannot be read: {reason}", where=where, hint=hint) from None
     if len(secret) < SECRET_CHARACTERS:
-        raise UsageError(
-            f"has fewer than {SECRET_CHARACTERS} characters",
-            where=f"cluster.secret_file: {path}",
-            hint="make a good one with `shardbox secret`",
-        )
+        what, hint = f"has fewer than {SECRET_CHARACTERS} characters", "make a good one with `shardbox secret`"
+        raise UsageError(what, where=where, hint=hint)
     return secret
 
 
-class UnixConnection(http.client.HTTPConnection):
-    """HTTP to the control socket of this box's node."""
-
-    def __init__(self, path: str, timeout: float) -> None:
-        super().__init__("shardbox", timeout=timeout)
-        self._path = path
-
-    def connect(self) -> None:
-        """Open the socket; OSError where nobody listens."""
-        self.sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        self.sock.settimeout(self.timeout)
-        with short_socket_path(self._path) as path:
-            self.sock.connect(path)
+class NodeDown(ShardboxError):
+    """The node on this box does not run or does not answer."""
 
 
-def ask_node(config: Config, name: str, method: str, path: str, body: Any = None, timeout_s: float = 60.0) -> Any:
+def ask_node(config: Config, name: str, method: str, path: str, body: Any = None) -> Any:
     """What this box's node answers to its owner. Raises ShardboxError, also when it is not running."""
-    connection = UnixConnection(control_path(state_folder(config.cluster.name, name)), timeout_s)
+    from http.client import HTTPConnection, HTTPException  # with what it imports, too slow for `status`
+
+    connection = HTTPConnection("shardbox")
+    connection.sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    connection.sock.settimeout(60.0)
     try:
+        with short_socket_path(control_path(state_folder(config.cluster.name, name))) as short:
+            connection.sock.connect(short)
         connection.request(method, path, json.dumps(body) if body is not None else None)
         reply = connection.getresponse()
         data = json.loads(reply.read())
     except (FileNotFoundError, ConnectionRefusedError):
         raise NodeDown(f"node {name} is not running on this box", hint="start it with `shardbox up`") from None
     except PermissionError:
-        raise UsageError(
-            "the control socket belongs to another user", hint="run this as the user who runs `shardbox up`"
-        ) from None
-    except (OSError, ValueError, http.client.HTTPException) as error:
+        what, hint = "the control socket belongs to another user", "run this as the user who runs `shardbox up`"
+        raise UsageError(what, hint=hint) from None
+    except (OSError, ValueError, HTTPException) as error:
         raise NodeDown(f"node {name} does not answer: {error}", hint="see its log") from None
     finally:
         connection.close()
@@ -7023,33 +6579,24 @@ def ask_node(config: Config, name: str, method: str, path: str, body: Any = None
     return data
 
 
-class NodeDown(ShardboxError):
-    """The node on this box does not run or does not answer."""
-
-
 def read_status(config: Config, name: str, timeout_s: float) -> Snapshot:
     """The snapshot of this box's node, as any user. Raises NodeDown, or UsageError for an impostor."""
-    deadline = time.monotonic() + timeout_s
-    chunks: list[bytes] = []
-    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as sock:
-        try:
+    deadline, chunks = time.monotonic() + timeout_s, [b""]
+    try:
+        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as sock:
             sock.settimeout(timeout_s)
             sock.connect(status_address(config.cluster.name, name))
             check_status_owner(sock, config)
-            while True:
+            while len(chunks) == 1 or chunks[-1]:
                 sock.settimeout(max(0.01, deadline - time.monotonic()))
-                chunk = sock.recv(1 << 16)
-                if not chunk:
-                    break
-                chunks.append(chunk)
-        except (FileNotFoundError, ConnectionRefusedError):
-            raise NodeDown(f"node {name} is not running on this box", hint="start it with `shardbox up`") from None
-        except TimeoutError:
-            raise NodeDown(f"node {name} accepts but says nothing within {timeout_s:g} s") from None
-        except OSError as error:
-            raise NodeDown(f"node {name} broke off: {error.strerror}") from None
-    try:
+                chunks.append(sock.recv(1 << 16))
         return from_json(Snapshot, json.loads(b"".join(chunks)), "status")
+    except (FileNotFoundError, ConnectionRefusedError):
+        raise NodeDown(f"node {name} is not running on this box", hint="start it with `shardbox up`") from None
+    except TimeoutError:
+        raise NodeDown(f"node {name} accepts but says nothing within {timeout_s:g} s") from None
+    except OSError as error:
+        raise NodeDown(f"node {name} broke off: {error.strerror}") from None
     except ValueError:
         raise NodeDown(f"node {name} broke off in the middle of its answer") from None
 
@@ -7060,19 +6607,32 @@ def check_status_owner(sock: socket.socket, config: Config) -> None:
         return
     _, uid, _ = struct.unpack("3i", sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
     if uid not in (0, os.geteuid(), os.stat(config.file).st_uid):
-        raise UsageError(
-            f"user {uid} answers for this node, who owns neither it nor {config.file}",
-            hint="run `status` as the user who runs `up`, or give that user the TOML",
-        )
+        hint = "run `status` as the user who runs `up`, or give that user the TOML"
+        raise UsageError(f"user {uid} answers for this node, who owns neither it nor {config.file}", hint=hint)
 
 
-# --- commands: each returns its exit code ----------------------------------------------------------------
+# --- commands: each returns its exit code; its docstring is its help --------------------------------------
 
 
-def run_up(config: Config, name: str, *, demo: bool = False) -> int:
-    """The node in the foreground, until SIGTERM, Ctrl-C or `down`."""
+def with_config(run: Callable[..., int]) -> Callable[..., int]:
+    """A command that is given the configuration and this node's name for --config and --node."""
+
+    @functools.wraps(run)
+    def command(config_path: str | None, node: str | None, **settings: Any) -> int:
+        config = load_config(config_path)
+        return run(config, node_name(config, node), **settings)
+
+    return command
+
+
+@with_config
+def cmd_up(config: Config, name: str, detach: bool) -> int:
+    """Run this box's node until `down`, SIGTERM or Ctrl-C."""
     secret = read_secret(config)
     folder = state_folder(config.cluster.name, name)
+    os.makedirs(folder, mode=0o700, exist_ok=True)
+    if detach:
+        return detach_up(config, name, os.path.join(folder, "node.log"))
     os.makedirs(os.path.join(folder, "logs"), mode=0o700, exist_ok=True)
     with one_node_only(folder, name):
         stop_leftovers(folder)
@@ -7080,7 +6640,7 @@ def run_up(config: Config, name: str, *, demo: bool = False) -> int:
         spawner = Spawner.start()  # likewise
         sys.setswitchinterval(1e-4)  # the wires' threads must not wait for the event loop's (mesh measurements)
         try:
-            asyncio.run(_run_node(config, name, folder, secret, spawner, demo))
+            asyncio.run(_run_node(config, name, folder, secret, spawner))
         finally:
             spawner.close()
             with contextlib.suppress(FileNotFoundError):
@@ -7088,7 +6648,8 @@ def run_up(config: Config, name: str, *, demo: bool = False) -> int:
     return 0
 
 
-async def _run_node(config: Config, name: str, folder: str, secret: str, spawner: Spawner, demo: bool) -> None:
+async def _run_node(config: Config, name: str, folder: str, secret: str, spawner: Spawner) -> None:
+    demo = bool(os.environ.get("SHARDBOX_DEMO"))
     node = Node(config=config, name=name, folder=folder, secret=secret, spawner=spawner, demo=demo)
     loop = asyncio.get_running_loop()
 
@@ -7113,18 +6674,14 @@ async def _run_node(config: Config, name: str, folder: str, secret: str, spawner
 
 @contextlib.contextmanager
 def one_node_only(folder: str, name: str) -> Iterator[None]:
-    """Hold the node's lock file. Raises UsageError when another `up` holds it."""
-    import fcntl
-
+    """Hold the node's lock file. Raises ShardboxError when another `up` holds it."""
     with open(os.path.join(folder, "lock"), "a+") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
             file.seek(0)
-            raise ShardboxError(
-                f"node {name} already runs on this box (pid {file.read().strip() or '?'})",
-                hint="`shardbox down` ends it",
-            ) from None
+            what = f"node {name} already runs on this box (pid {file.read().strip() or '?'})"
+            raise ShardboxError(what, hint="`shardbox down` ends it") from None
         file.truncate(0)
         file.write(str(os.getpid()))
         file.flush()
@@ -7145,46 +6702,80 @@ def stop_leftovers(folder: str) -> None:
         log.warning("engines.json of an earlier run cannot be read: %r", error)
 
 
-def run_status(config_path: str | None, node: str | None, timeout_s: float, as_json: bool, brief: bool) -> int:
+def start_node(config: Config, name: str, log_path: str) -> subprocess.Popen[bytes]:
+    """`up` as a process of its own that writes to a file."""
+    command = [*self_command(), "up", "--config", config.file, "--node", name]
+    with open(log_path, "ab") as output:
+        return subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=output, stderr=output, start_new_session=True)
+
+
+def last_words(log_path: str, characters: int) -> str:
+    """The end of a node's log."""
+    with open(log_path, encoding="utf-8", errors="replace") as file:
+        return file.read()[-characters:].strip()
+
+
+def detach_up(config: Config, name: str, log_path: str) -> int:
+    """Start `up` in the background and wait until it answers. Raises ShardboxError with its last words."""
+    child = start_node(config, name, log_path)
+    for _ in range(300):
+        if child.poll() is not None:
+            last = "; ".join(last_words(log_path, 2000).splitlines()[-3:])
+            raise ShardboxError(last or f"it ended with {child.returncode}", where=log_path)
+        with contextlib.suppress(ShardboxError):
+            read_status(config, name, 1.0)
+            print(f"node {name} runs in the background (pid {child.pid}), its log is {log_path}")
+            return 0
+        time.sleep(0.1)
+    raise ShardboxError("it runs, but does not answer after 30 s", where=log_path)
+
+
+@with_config
+def cmd_down(config: Config, name: str, everywhere: bool) -> int:
+    """End this box's node and the rings it is part of."""
+    try:
+        reply = ask_node(config, name, "POST", "/down?all=1" if everywhere else "/down")
+    except NodeDown as error:
+        if "not running" not in error.what:
+            raise
+        print(f"node {name} is not running")
+        return 0
+    for peer, answer in reply["told"].items():
+        print(f"{peer}: {answer}")
+    deadline = time.monotonic() + 30
+    while time.monotonic() < deadline:
+        try:
+            with one_node_only(state_folder(config.cluster.name, name), name):
+                print(f"{name}: down")
+                return 0
+        except ShardboxError:
+            time.sleep(0.1)
+    raise ShardboxError(f"node {name} is still ending after 30 s", hint="see its log")
+
+
+def cmd_status(config_path: str | None, node: str | None, timeout_s: float, as_json: bool, brief: bool) -> int:
     """How the cluster is. Exit code: 0 OK, 1 WARNING, 2 CRITICAL, 3 UNKNOWN (the monitoring-plugins convention)."""
+    data = {}
     try:
         if math.isnan(timeout_s):
             raise UsageError("--timeout must be a number of seconds")
         config = load_config(config_path)
-        name = node_name(config, node)
-        snapshot = read_status(config, name, timeout_s)
+        snapshot = read_status(config, node_name(config, node), timeout_s)
         code, line = status_line(snapshot)
-        if as_json:
-            print(json.dumps({"code": code, "status": STATUS_WORDS[code], "line": line, **to_json(snapshot)}, indent=2))
-        else:
-            print(status_text(snapshot, verbose=not brief))
-        return code
-    except NodeDown as error:
-        return _status_failure(CRITICAL, error, as_json)
+        data, text = to_json(snapshot), status_text(snapshot, verbose=not brief)
     except ShardboxError as error:
-        return _status_failure(UNKNOWN, error, as_json)
-
-
-def _status_failure(code: int, error: ShardboxError, as_json: bool) -> int:
-    line = f"SHARDBOX {STATUS_WORDS[code]} - {str(error).splitlines()[0]}"
-    if as_json:
-        print(json.dumps({"code": code, "status": STATUS_WORDS[code], "line": line}))
-    else:
-        print("\n".join([line, *str(error).splitlines()[1:]]))
+        code = CRITICAL if isinstance(error, NodeDown) else UNKNOWN
+        text = f"SHARDBOX {STATUS_WORDS[code]} - {error}"
+        line = text.splitlines()[0]
+    head = {"code": code, "status": STATUS_WORDS[code], "line": line}
+    print(json.dumps({**head, **data}, indent=2) if as_json else text)
     return code
 
 
-def run_plan(config: Config, name: str, facts_file: str | None, as_json: bool) -> int:
-    """`plan`: from live facts of the running cluster, this box alone, or a file."""
-    if facts_file:
-        facts = read_facts(facts_file)
-    else:
-        try:
-            reply = ask_node(config, name, "GET", "/nodes")
-            facts = [from_json(NodeFacts, item, "facts") for item in reply["facts"]]
-        except NodeDown:
-            print(f"node {name} is not up: planning for this box alone", file=sys.stderr)
-            facts = [survey_once(config, name)]
+def cmd_plan(config_path: str | None, node: str | None, as_json: bool, facts_file: str | None) -> int:
+    """Which node would hold which layers, and why."""
+    config = load_config(config_path)
+    facts = read_facts(facts_file) if facts_file else live_facts(config, node_name(config, node))
     plans = plan_all(config, facts)
     if as_json:
         body = {
@@ -7198,160 +6789,183 @@ def run_plan(config: Config, name: str, facts_file: str | None, as_json: bool) -
     return 1 if any(isinstance(plan, PlanError) for plan in plans.values()) else 0
 
 
+def live_facts(config: Config, name: str) -> list[NodeFacts]:
+    """Facts of the running cluster, or of this box alone where no node is up."""
+    try:
+        reply = ask_node(config, name, "GET", "/nodes")
+        return [from_json(NodeFacts, item, "facts") for item in reply["facts"]]
+    except NodeDown:
+        print(f"node {name} is not up: planning for this box alone", file=sys.stderr)
+        return [survey_once(config, name)]
+
+
 def survey_once(config: Config, name: str) -> NodeFacts:
     """This box's facts, without a running node; model files are not hashed."""
     folder = state_folder(config.cluster.name, name)
     try:
         os.makedirs(folder, mode=0o700, exist_ok=True)
     except OSError as error:
-        raise UsageError(
-            f"cannot be written: {error.strerror}",
-            where=folder,
-            hint="run as the user who runs `up`, or set SHARDBOX_STATE",
-        ) from None
-    surveyor = Surveyor(config, name, folder, isolation_problem())
-    try:
+        hint = "run as the user who runs `up`, or set SHARDBOX_STATE"
+        raise UsageError(f"cannot be written: {error.strerror}", where=folder, hint=hint) from None
+    with contextlib.closing(Surveyor(config, name, folder, isolation_problem())) as surveyor:
         return surveyor.survey(own_bytes=0)
-    finally:
-        surveyor.close()
 
 
 def read_facts(path: str) -> list[NodeFacts]:
-    """Facts from a file: what `nodes --json` or `plan --json` prints. Raises UsageError or MessageError."""
+    """Facts from a file: what `nodes --json` or `plan --json` prints. Raises UsageError."""
+    hint = "`shardbox nodes --json` writes one"
     try:
         with open(path, "rb") as file:
             data = json.load(file)
+        items = data.get("facts") if isinstance(data, dict) else data
+        if not isinstance(items, list):
+            raise UsageError('has no list "facts"', where=path, hint=hint)
+        facts = [from_json(NodeFacts, item, f"{path}: facts[{n}]") for n, item in enumerate(items)]
     except OSError as error:
         raise UsageError(f"cannot be read: {error.strerror}", where=path) from None
     except (ValueError, RecursionError):
-        raise UsageError("is not JSON", where=path, hint="`shardbox nodes --json` writes one") from None
-    items = data.get("facts") if isinstance(data, dict) else data
-    if not isinstance(items, list):
-        raise UsageError('has no list "facts"', where=path, hint="`shardbox nodes --json` writes one")
-    try:
-        facts = [from_json(NodeFacts, item, f"{path}: facts[{n}]") for n, item in enumerate(items)]
+        raise UsageError("is not JSON", where=path, hint=hint) from None
     except MessageError as error:
-        raise UsageError(error.what, where=error.where, hint="`shardbox nodes --json` writes one") from None
+        raise UsageError(error.what, where=error.where, hint=hint) from None
     twice = [name for name, count in Counter(node.name for node in facts).items() if count > 1]
     if twice:
         raise UsageError(f"has node {twice[0]} twice", where=path)
     return facts
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Finding:
-    """One line of `check`: ok, warn or fail, and what to do."""
+@with_config
+def cmd_nodes(config: Config, name: str, as_json: bool) -> int:
+    """Who was found, and what is wrong with those who do not take part."""
+    reply = ask_node(config, name, "GET", "/nodes")
+    views = [from_json(PeerView, item, "nodes") for item in reply["nodes"]]
+    print(json.dumps(reply, indent=2) if as_json else peers_table(views))
+    return 0
 
-    level: str
-    what: str
-    hint: str = ""
+
+@with_config
+def cmd_logs(config: Config, name: str, target: str, model: str, lines: int) -> int:
+    """Engine logs of one node, or of all, from any box."""
+    query = urllib.parse.urlencode({"node": target.lower(), "model": model, "lines": lines})
+    reply = ask_node(config, name, "GET", f"/logs?{query}")
+    print("\n\n".join(f"==> {path} <==\n{text}" for path, text in reply.items()) or "no engine has run yet")
+    return 0
 
 
-def check_box(config: Config, facts: NodeFacts, running: bool) -> list[Finding]:
-    """This box alone: binaries, models, memory, ports, isolation, addresses."""
-    found = [Finding(level="ok", what=f"{config.file} is well-formed (hash {config.hash})")]
+@with_config
+def cmd_start(config: Config, name: str, model: str, wanted: bool = True) -> int:
+    """Serve a model that was stopped, has failed, or does not start by itself."""
+    reply = ask_node(config, name, "POST", "/want", {"model": model, "wanted": wanted})
+    print(f"{reply['model']}: {'starting' if wanted else 'stopping'}; `shardbox status` shows how far it is")
+    return 0
+
+
+def cmd_stop(**settings: str) -> int:
+    """Stop serving a model on the whole cluster; the nodes stay up."""
+    return cmd_start(**settings, wanted=False)
+
+
+@with_config
+def cmd_check(config: Config, name: str, as_json: bool) -> int:
+    """Preflight: this box, and every pair of boxes in both directions."""
+    secret = read_secret(config)
+    try:
+        reply = ask_node(config, name, "GET", "/check")
+        found = check_box(config, from_json(NodeFacts, reply["facts"][0], "facts"))
+    except NodeDown:
+        facts = survey_once(config, name)
+        found = [*check_box(config, facts), *check_own_ports(config, facts)]
+        problem = f"node {name} is not up: no other box could try to reach it"
+        found.append(finding("", problem, hint="`shardbox up` here and there, then check again", level="warn"))
+        reply = asyncio.run(reach_outward(config, facts, secret))
+    found += check_pairs(config, reply)
+    failed = any(item["level"] == "fail" for item in found)
+    if as_json:
+        print(json.dumps({"ok": not failed, "findings": found}, indent=2))
+        return 1 if failed else 0
+    for item in found:
+        print(f"{item['level']:4}  {item['what']}")
+        if item["hint"] and item["level"] != "ok":
+            print(f"      hint: {item['hint']}")
+    return 1 if failed else 0
+
+
+def finding(subject: str, problem: str, good: str = "", *, hint: str = "", level: str = "fail") -> dict[str, str]:
+    """One line of `check`: the problem at this level (warn or fail); where there is none, what is ok."""
+    return {"level": level if problem else "ok", "what": subject + (problem or good), "hint": hint}
+
+
+def check_box(config: Config, facts: NodeFacts) -> list[dict[str, str]]:
+    """This box alone: binaries, models, memory, isolation, addresses."""
+    rehearsal = config.engine.kind == "rehearsal"
+    found = [finding(f"{config.file} is well-formed (hash {config.hash})", "")]
     for binary in facts.binaries:
-        line = f"{binary.role} binary {binary.path or ROLE_BINARIES[binary.role]}: "
-        found.append(
-            Finding(
-                level="fail" if binary.problem else "ok",
-                hint=binary.hint,
-                what=line + (binary.problem or binary.version),
-            )
-        )
-    if config.engine.kind == "rehearsal":
-        found.append(Finding(level="warn", what='engine kind is "rehearsal": no model will be loaded'))
+        path = binary.path or ROLE_BINARIES[binary.role]
+        found.append(finding(f"{binary.role} binary {path}: ", binary.problem, binary.version, hint=binary.hint))
+    if rehearsal:
+        found.append(finding('engine kind is "rehearsal": ', "no model will be loaded", level="warn"))
     for copy in facts.models:
         model = config.model(copy.name)
-        stand_in = config.engine.kind == "rehearsal" and model is not None and model.rehearse is not None
-        what = copy.problem or f"{copy.path}, {format_size(copy.size_bytes)}"
-        level = "ok" if not copy.problem else "warn" if stand_in else "fail"
-        found.append(Finding(level=level, what=f"model {copy.name}: {what}", hint=copy.hint))
-    found.append(
-        Finding(
-            level="ok",
-            what=f"memory: {format_size(facts.memory.available_bytes)} of "
-            f"{format_size(facts.memory.total_bytes)} available ({facts.memory.source}); "
-            f"{len(facts.gpus)} GPUs{f' ({facts.gpu_note})' if facts.gpu_note else ''}",
-        )
-    )
-    found.append(
-        Finding(
-            level="warn" if facts.isolation else "ok",
-            what=facts.isolation or "engines can be closed in: only the forwarder reaches their ports",
-        )
-    )
-    _, left_out = local_addresses(config.cluster.interfaces)
+        level = "warn" if rehearsal and model is not None and model.rehearse is not None else "fail"
+        good = f"{copy.path}, {format_size(copy.size_bytes)}"
+        found.append(finding(f"model {copy.name}: ", copy.problem, good, hint=copy.hint, level=level))
+    memory, note = facts.memory, f" ({facts.gpu_note})" if facts.gpu_note else ""
+    good = f"{format_size(memory.available_bytes)} of {format_size(memory.total_bytes)} available ({memory.source})"
+    found.append(finding(f"memory: {good}; {len(facts.gpus)} GPUs{note}", ""))
+    good = "engines can be closed in: only the forwarder reaches their ports"
+    found.append(finding("", facts.isolation, good, level="warn"))
+    left_out = "; ".join(local_addresses(config.cluster.interfaces)[1])
     shown = ", ".join(f"{a.address} ({a.interface}{', ' + a.note if a.note else ''})" for a in facts.addresses)
-    found.append(
-        Finding(
-            level="ok" if facts.addresses else "fail",
-            what=f"addresses: {shown or 'none that may be used'}",
-            hint="; ".join(left_out),
-        )
-    )
-    if not running:
-        found += check_own_ports(config, facts)
+    found.append(finding("addresses: ", "" if shown else "none that may be used", shown, hint=left_out))
     return found
 
 
-def check_own_ports(config: Config, facts: NodeFacts) -> list[Finding]:
+def check_own_ports(config: Config, facts: NodeFacts) -> list[dict[str, str]]:
     """Whether the ports that `up` will take are free."""
     found = []
-    for key in ("mesh", "api"):
-        port = getattr(facts.ports, key)
-        with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as sock:
-            sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            try:
-                sock.bind(("0.0.0.0" if key == "mesh" else config.api.bind, port))
-                found.append(Finding(level="ok", what=f"port {port} ({key}) is free"))
-            except OSError as error:
-                found.append(
-                    Finding(level="fail", what=f"port {port} ({key}): {error.strerror}", hint=port_owner_hint(port))
-                )
+    for key, bind, port in (("mesh", "0.0.0.0", facts.ports.mesh), ("api", config.api.bind, facts.ports.api)):
+        problem = port_problem(bind, port)
+        hint = port_owner_hint(port) if problem else ""
+        found.append(finding(f"port {port} ({key})", problem and f": {problem}", " is free", hint=hint))
     return found
 
 
-def check_pairs(config: Config, reply: dict[str, Any]) -> list[Finding]:
+def port_problem(bind: str, port: int) -> str:
+    """Why nobody can listen there now; "" where it is free."""
+    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as sock:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            sock.bind((bind, port))
+        except OSError as error:
+            return error.strerror or str(error)
+    return ""
+
+
+def check_pairs(config: Config, reply: dict[str, Any]) -> list[dict[str, str]]:
     """Every pair of nodes in both directions, versions, configurations, model contents and clocks."""
     found = []
-    for item in reply["pairs"]:
-        pair = from_json(Reach, item, "pairs")
-        line = f"{pair.source} -> {pair.target} at {pair.address}: "
-        good = f"reached, secret proved, {pair.rtt_ms:.1f} ms"
-        found.append(
-            Finding(level="fail" if pair.problem else "ok", what=line + (pair.problem or good), hint=pair.hint)
-        )
+    for pair in (from_json(Reach, item, "pairs") for item in reply["pairs"]):
+        subject, good = f"{pair.source} -> {pair.target} at {pair.address}: ", "reached, secret proved, "
+        found.append(finding(subject, pair.problem, f"{good}{pair.rtt_ms:.1f} ms", hint=pair.hint))
     facts = [from_json(NodeFacts, item, "facts") for item in reply["facts"]]
-    for label, values in (
-        ("shardbox.toml", {node.name: node.config_hash for node in facts}),
-        ("shardbox version", {node.name: node.version for node in facts}),
-        *(
-            (
-                f"content of {model.path}",
-                {node.name: node.model(model.name).root for node in facts if node.model(model.name).root},
-            )
-            for model in config.models
-        ),
-        *(
-            (
-                f"{role} binary's build",
-                {node.name: node.binary(role).commit for node in facts if node.binary(role).commit},
-            )
-            for role in ENGINE_ROLES
-        ),
-    ):
-        if len(set(values.values())) > 1:
-            listing = ", ".join(f"{node} {value}" for node, value in sorted(values.items()))
-            found.append(
-                Finding(level="fail", what=f"{label} differs: {listing}", hint="make them the same everywhere")
-            )
-        elif len(values) > 1:
-            found.append(Finding(level="ok", what=f"{label}: the same on {', '.join(sorted(values))}"))
+    compared = {
+        "shardbox.toml": {node.name: node.config_hash for node in facts},
+        "shardbox version": {node.name: node.version for node in facts},
+    }
+    for model in config.models:
+        compared[f"content of {model.path}"] = {node.name: node.model(model.name).root for node in facts}
+    for role in ENGINE_ROLES:
+        compared[f"{role} binary's build"] = {node.name: node.binary(role).commit for node in facts}
+    for label, given in compared.items():
+        values = {node: value for node, value in sorted(given.items()) if value}
+        listing = ", ".join(f"{node} {value}" for node, value in values.items())
+        problem = f" differs: {listing}" if len(set(values.values())) > 1 else ""
+        if len(values) > 1:
+            good, hint = f": the same on {', '.join(values)}", "make them the same everywhere" if problem else ""
+            found.append(finding(label, problem, good, hint=hint))
     for name, skew in reply["clock_skew_s"].items():
-        found.append(Finding(level="ok", what=f"clock of {name}: {skew:+.1f} s (nothing depends on it)"))
+        found.append(finding(f"clock of {name}: {skew:+.1f} s (nothing depends on it)", ""))
     if reply["discovery"]:
-        found.append(Finding(level="warn", what=reply["discovery"], hint="give each node an `address`"))
+        found.append(finding("", reply["discovery"], hint="give each node an `address`", level="warn"))
     return found
 
 
@@ -7362,163 +6976,23 @@ async def reach_outward(config: Config, facts: NodeFacts, secret: str) -> dict[s
         for node in config.nodes
         if node.address
     ]
-    problem = ""
+    cluster, problem = config.cluster.name, ""
     if config.cluster.discovery == "mdns":
-        discovery = Discovery(
-            config.cluster.name, facts.name, facts.machine, facts.mesh_port, lambda: None, advertise=False
-        )
+        discovery = Discovery(cluster, facts.name, facts.machine, facts.mesh_port, lambda: None, advertise=False)
         await discovery.announce(tuple(address.address for address in facts.addresses))
         await asyncio.sleep(SETTLE_S)
         problem = discovery.problem
-        hints += [hint for hint in discovery.hints.values() if hint.cluster == config.cluster.name]
+        hints += [hint for hint in discovery.hints.values() if hint.cluster == cluster]
         await discovery.close()
 
     def refuse(peer: str, service: str) -> typing.NoReturn:
         raise MeshError("this node is not up", kind="refused")
 
-    mesh = Mesh(keys=mesh_keys(secret, config.cluster.name, facts.name), open_service=refuse)
+    mesh = Mesh(keys=mesh_keys(secret, cluster, facts.name), open_service=refuse)
     with ThreadPoolExecutor(max_workers=16) as pool:
         pairs = await reach_all(config, facts.name, hints, mesh, pool)
     mesh.close()
     return {"pairs": to_json(pairs), "facts": [to_json(facts)], "clock_skew_s": {}, "discovery": problem}
-
-
-def run_check(config: Config, name: str, as_json: bool) -> int:
-    """`check`: 0 when nothing failed, 1 otherwise."""
-    secret = read_secret(config)
-    try:
-        reply = ask_node(config, name, "GET", "/check")
-    except NodeDown:
-        reply = None
-    facts = from_json(NodeFacts, reply["facts"][0], "facts") if reply else survey_once(config, name)
-    found = check_box(config, facts, running=reply is not None)
-    if reply is None:
-        found.append(
-            Finding(
-                level="warn",
-                what=f"node {name} is not up: no other box could try to reach it",
-                hint="`shardbox up` here and there, then check again",
-            )
-        )
-        reply = asyncio.run(reach_outward(config, facts, secret))
-    found += check_pairs(config, reply)
-    failed = any(finding.level == "fail" for finding in found)
-    if as_json:
-        print(json.dumps({"ok": not failed, "findings": to_json(found)}, indent=2))
-    else:
-        for finding in found:
-            print(f"{finding.level:4}  {finding.what}")
-            if finding.hint and finding.level != "ok":
-                print(f"      hint: {finding.hint}")
-    return 1 if failed else 0
-
-
-def run_down(config: Config, name: str, everywhere: bool) -> int:
-    """`down`: ask the node to end and wait until it has."""
-    folder = state_folder(config.cluster.name, name)
-    try:
-        reply = ask_node(config, name, "POST", "/down?all=1" if everywhere else "/down")
-    except NodeDown as error:
-        if "not running" not in error.what:
-            raise
-        print(f"node {name} is not running")
-        return 0
-    for peer, answer in reply["told"].items():
-        print(f"{peer}: {answer}")
-    deadline = time.monotonic() + 30
-    while time.monotonic() < deadline:
-        try:
-            with one_node_only(folder, name):
-                print(f"{name}: down")
-                return 0
-        except ShardboxError:
-            time.sleep(0.1)
-    raise ShardboxError(f"node {name} is still ending after 30 s", hint="see its log")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Setting:
-    """One option or argument of a command, as click.Option or click.Argument takes it."""
-
-    names: tuple[str, ...]
-    more: dict[str, Any]
-
-
-def option(*names: str, **more: Any) -> Setting:
-    """An option; names without a dash make it an argument."""
-    return Setting(names=names, more=more)
-
-
-CONFIG = option("--config", "config_path", metavar="FILE", help="The TOML (default: see the README).")
-NODE = option("--node", metavar="NAME", help="Which [[nodes]] entry this box is (default: its hostname).")
-JSON = option("--json", "as_json", is_flag=True, help="Print JSON.")
-MODEL = option("model", metavar="MODEL")
-
-
-def cmd_up(config_path: str | None, node: str | None, detach: bool) -> int:
-    """Run this box's node until `down`, SIGTERM or Ctrl-C."""
-    config = load_config(config_path)
-    name = node_name(config, node)
-    return detach_up(config, name) if detach else run_up(config, name, demo=bool(os.environ.get("SHARDBOX_DEMO")))
-
-
-def cmd_down(config_path: str | None, node: str | None, everywhere: bool) -> int:
-    """End this box's node and the rings it is part of."""
-    config = load_config(config_path)
-    return run_down(config, node_name(config, node), everywhere)
-
-
-def cmd_plan(config_path: str | None, node: str | None, as_json: bool, facts_file: str | None) -> int:
-    """Which node would hold which layers, and why."""
-    config = load_config(config_path)
-    return run_plan(config, "" if facts_file else node_name(config, node), facts_file, as_json)
-
-
-def cmd_nodes(config_path: str | None, node: str | None, as_json: bool) -> int:
-    """Who was found, and what is wrong with those who do not take part."""
-    config = load_config(config_path)
-    reply = ask_node(config, node_name(config, node), "GET", "/nodes")
-    views = [from_json(PeerView, item, "nodes") for item in reply["nodes"]]
-    print(json.dumps(reply, indent=2) if as_json else peers_table(views))
-    return 0
-
-
-def cmd_logs(config_path: str | None, node: str | None, target: str, model: str, lines: int) -> int:
-    """Engine logs of one node, or of all, from any box."""
-    config = load_config(config_path)
-    query = urllib.parse.urlencode({"node": target.lower(), "model": model, "lines": lines})
-    reply = ask_node(config, node_name(config, node), "GET", f"/logs?{query}")
-    print("\n\n".join(f"==> {path} <==\n{text}" for path, text in reply.items()) or "no engine has run yet")
-    return 0
-
-
-def cmd_start(config_path: str | None, node: str | None, model: str) -> int:
-    """Serve a model that was stopped, has failed, or does not start by itself."""
-    return want_model(config_path, node, model, True)
-
-
-def cmd_stop(config_path: str | None, node: str | None, model: str) -> int:
-    """Stop serving a model on the whole cluster; the nodes stay up."""
-    return want_model(config_path, node, model, False)
-
-
-def want_model(config_path: str | None, node: str | None, model: str, wanted: bool) -> int:
-    """Pass the operator's word on to this box's node, which passes it round."""
-    config = load_config(config_path)
-    reply = ask_node(config, node_name(config, node), "POST", "/want", {"model": model, "wanted": wanted})
-    print(f"{reply['model']}: {'starting' if wanted else 'stopping'}; `shardbox status` shows how far it is")
-    return 0
-
-
-def cmd_check(config_path: str | None, node: str | None, as_json: bool) -> int:
-    """Preflight: this box, and every pair of boxes in both directions."""
-    config = load_config(config_path)
-    return run_check(config, node_name(config, node), as_json)
-
-
-def cmd_demo(once: bool, count: int) -> int:
-    """A whole cluster on this machine with the rehearsal engine: no model needed."""
-    return run_demo(once=once or not sys.stdin.isatty(), count=count)
 
 
 def cmd_secret() -> int:
@@ -7588,93 +7062,37 @@ def cmd_version(full: bool, verify: bool) -> int:
     return 1 if problems else 0
 
 
-def build_cli() -> Any:
-    """The click group, from a table: command -> (what runs, its settings, an example)."""
-    import click
-
-    common = (CONFIG, NODE)
-    table: dict[str, tuple[Callable[..., int], tuple[Setting, ...], str]] = {
-        "up": (cmd_up, (*common, option("--detach", is_flag=True, help="Go on in the background, with a log file.")),
-               "up --config /etc/shardbox/shardbox.toml"),
-        "down": (cmd_down, (*common, option("--all", "everywhere", is_flag=True, help="On every box of the cluster.")),
-                 "down --all"),
-        "status": (run_status, (*common, JSON,
-                   option("--timeout", "timeout_s", default=10.0, metavar="SECONDS", type=click.FloatRange(0.1, 3600),
-                          help="Then give up and say CRITICAL (default 10)."),
-                   option("--brief", is_flag=True, help="Only the first line.")), "status --brief"),
-        "plan": (cmd_plan, (*common, JSON, option("--facts", "facts_file", metavar="FILE",
-                 help="Plan from this file instead of the live cluster.")), "plan --facts facts.json"),
-        "nodes": (cmd_nodes, (*common, JSON), "nodes --json > facts.json"),
-        "logs": (cmd_logs, (*common, option("target", required=False, default="", metavar="[NODE]"),
-                 option("--model", default="", metavar="NAME", help="Only this model's engines."),
-                 option("-n", "--lines", default=100, type=click.IntRange(1, 10000),
-                        help="Last lines of each log (default 100).")), "logs beta --model qwq-32b -n 50"),
-        "start": (cmd_start, (*common, MODEL), "start qwq-32b"),
-        "stop": (cmd_stop, (*common, MODEL), "stop qwq-32b"),
-        "check": (cmd_check, (*common, JSON), "check"),
-        "demo": (cmd_demo, (option("--once", is_flag=True, help="End after one answer (also without a terminal)."),
-                 option("--nodes", "count", default=3, type=click.IntRange(1, 8), help="How many nodes (default 3).")),
-                 "demo --once"),
-        "secret": (cmd_secret, (), "secret > cluster.secret"),
-        "version": (cmd_version, (
-                    option("--full", is_flag=True, help="Also commit, date, interpreter, libraries, licences."),
-                    option("--verify", is_flag=True, help="Check the executable and what is unpacked from it.")),
-                    "version --full"),
-    }  # fmt: skip
-    summary = "Run a language model that is too big for any one of your machines, on all of them together."
-    group = click.Group("shardbox", help=summary, context_settings={"help_option_names": ["-h", "--help"]})
-    for name, (run, settings, example) in table.items():
-        params: list[click.Parameter] = [
-            (click.Option if setting.names[0].startswith("-") else click.Argument)(list(setting.names), **setting.more)
-            for setting in settings
-        ]
-        epilog = f"Example: shardbox {example}"
-        group.add_command(click.Command(name, params=params, callback=run, help=run.__doc__, epilog=epilog))
-    return group
-
-
-def detach_up(config: Config, name: str) -> int:
-    """Start `up` in the background and wait until it answers. Raises ShardboxError with its last words."""
-    read_secret(config)
-    folder = state_folder(config.cluster.name, name)
-    os.makedirs(folder, mode=0o700, exist_ok=True)
-    path = os.path.join(folder, "node.log")
-    with open(path, "ab") as output:
-        child = subprocess.Popen(
-            [*self_command(), "up", "--config", config.file, "--node", name],
-            stdin=subprocess.DEVNULL,
-            stdout=output,
-            stderr=output,
-            start_new_session=True,
-        )
-    for _ in range(300):
-        if child.poll() is not None:
-            with open(path, encoding="utf-8", errors="replace") as file:
-                last = file.read()[-2000:].strip().splitlines()[-3:]
-            raise ShardboxError("; ".join(last) or f"it ended with {child.returncode}", where=path)
-        with contextlib.suppress(ShardboxError):
-            read_status(config, name, 1.0)
-            print(f"node {name} runs in the background (pid {child.pid}), its log is {path}")
-            return 0
-        time.sleep(0.1)
-    raise ShardboxError("it runs, but does not answer after 30 s", where=path)
-
-
 # --- demo ------------------------------------------------------------------------------------------------
 
 DEMO_TIMEOUT_S = 60
 DEMO_NAMES = ("alpha", "beta", "gamma", "delta", "epsilon", "zeta", "eta", "theta")
+DEMO_TOML = """
+cluster = {{name = "demo-{pid}", secret = "{secret}", discovery = "{discovery}", interfaces = ["{loopback}"]}}
+engine = {{kind = "rehearsal"}}
+[[models]]
+name = "demo-32b"
+path = "demo-32b.gguf"
+context = 2048
+rehearse = {{layers = 64, width = 5120, bytes = "20GiB"}}
+"""
+DEMO_NODE_TOML = """
+[[nodes]]
+name = "{name}"
+memory = "9GiB"
+gpu_memory = 0
+address = "{address}"
+ports = {{mesh = {ports[0]}, api = {ports[1]}, data = {ports[2]}, signal = {ports[3]}}}
+"""
 
 
 def multicast_works() -> bool:
     """Whether a multicast datagram on loopback comes back, as mDNS between nodes of one box needs."""
     group, address = "224.0.0.251", "127.0.0.1"
+    member = socket.inet_aton(group) + socket.inet_aton(address)
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:
         try:
             sock.bind(("", 0))
-            sock.setsockopt(
-                socket.IPPROTO_IP, socket.IP_ADD_MEMBERSHIP, socket.inet_aton(group) + socket.inet_aton(address)
-            )
+            sock.setsockopt(socket.IPPROTO_IP, socket.IP_ADD_MEMBERSHIP, member)
             sock.setsockopt(socket.IPPROTO_IP, socket.IP_MULTICAST_IF, socket.inet_aton(address))
             sock.settimeout(0.5)
             sock.sendto(b"shardbox", (group, sock.getsockname()[1]))
@@ -7685,88 +7103,43 @@ def multicast_works() -> bool:
 
 def demo_config(count: int, mdns: bool, ports: Sequence[int], secret: str) -> str:
     """The TOML of the demo: `count` nodes of 9 GiB, and a model of 20 GiB that none of them could hold."""
-    lines = [
-        "[cluster]",
-        f'name = "demo-{os.getpid()}"',
-        f'secret = "{secret}"',
-        f'discovery = "{"mdns" if mdns else "static"}"',
-        'interfaces = ["lo"]' if sys.platform == "linux" else 'interfaces = ["lo0"]',
-        "[engine]",
-        'kind = "rehearsal"',
-        "",
-    ]
-    for n, name in enumerate(DEMO_NAMES[:count]):
-        mesh, api, data, signal_base = ports[4 * n : 4 * n + 4]
-        lines += ["[[nodes]]", f'name = "{name}"', 'memory = "9GiB"', "gpu_memory = 0"]
-        lines += [] if mdns else ['address = "127.0.0.1"']
-        lines += ["[nodes.ports]", f"mesh = {mesh}", f"api = {api}", f"data = {data}", f"signal = {signal_base}", ""]
-    lines += [
-        "[[models]]",
-        'name = "demo-32b"',
-        'path = "demo-32b.gguf"',
-        "context = 2048",
-        'rehearse = {layers = 64, width = 5120, bytes = "20GiB"}',
-        "",
-    ]
-    return "\n".join(lines)
+    discovery, address = ("mdns", "") if mdns else ("static", "127.0.0.1")
+    loopback = "lo" if sys.platform == "linux" else "lo0"
+    head = DEMO_TOML.format(pid=os.getpid(), secret=secret, discovery=discovery, loopback=loopback)
+    return head + "".join(
+        DEMO_NODE_TOML.format(name=name, address=address, ports=ports[4 * n : 4 * n + 4])
+        for n, name in enumerate(DEMO_NAMES[:count])
+    )
 
 
 def free_port_blocks(count: int) -> list[int]:
     """Four free ports or bases for each node: mesh, api, data and signal blocks of PORT_BLOCK."""
     result: list[int] = []
-    base = 20000 + (os.getpid() * 37) % 20000
-    while len(result) < 4 * count:
-        wanted = range(base, base + 2 + 2 * PORT_BLOCK)
-        if all(_port_is_free(port) for port in wanted):
+    size = 2 + 2 * PORT_BLOCK
+    for base in range(20000 + (os.getpid() * 37) % 20000, 60000, size):
+        if not any(port_problem("0.0.0.0", port) for port in range(base, base + size)):
             result += [base, base + 1, base + 2, base + 2 + PORT_BLOCK]
-        base += len(wanted)
-        if base > 60000:
-            raise ShardboxError(
-                "no block of free ports on this machine", hint="end what listens between 20000 and 60000"
-            )
-    return result
+        if len(result) == 4 * count:
+            return result
+    raise ShardboxError("no block of free ports on this machine", hint="end what listens between 20000 and 60000")
 
 
-def _port_is_free(port: int) -> bool:
-    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as sock:
-        try:
-            sock.bind(("0.0.0.0", port))
-            return True
-        except OSError:
-            return False
-
-
-def run_demo(*, once: bool, count: int) -> int:
-    """Three nodes here: discovery, plan, ring, one streamed answer, the status table."""
-    mdns = multicast_works()
+def cmd_demo(once: bool, count: int) -> int:
+    """A whole cluster on this machine with the rehearsal engine: no model needed."""
+    mdns, names = multicast_works(), DEMO_NAMES[:count]
+    children: list[subprocess.Popen[bytes]] = []
     with tempfile.TemporaryDirectory(prefix="shardbox-demo-") as folder:
         path = os.path.join(folder, CONFIG_NAME)
         with open(os.open(path, os.O_WRONLY | os.O_CREAT, 0o600), "w") as file:
             file.write(demo_config(count, mdns, free_port_blocks(count), secrets.token_urlsafe(32)))
         config = load_config(path)
-        env = {**os.environ, "SHARDBOX_STATE": os.path.join(folder, "state"), "SHARDBOX_DEMO": "1"}
-        os.environ["SHARDBOX_STATE"] = env["SHARDBOX_STATE"]
-        print(
-            f"{count} nodes on this machine, found by {'mDNS' if mdns else 'static addresses (no multicast here)'}, "
-            "rehearsal engines (no model is loaded)",
-            flush=True,
-        )
-        children = []
+        os.environ.update(SHARDBOX_STATE=os.path.join(folder, "state"), SHARDBOX_DEMO="1")
+        way = "mDNS" if mdns else "static addresses (no multicast here)"
+        print(f"{count} nodes on this machine, found by {way}, rehearsal engines (no model is loaded)", flush=True)
         try:
-            for node in config.nodes:
-                log_file = open(os.path.join(folder, f"{node.name}.log"), "wb")  # noqa: SIM115 - the child keeps it
-                children.append(
-                    subprocess.Popen(
-                        [*self_command(), "up", "--config", path, "--node", node.name],
-                        env=env,
-                        stdin=subprocess.DEVNULL,
-                        stdout=log_file,
-                        stderr=subprocess.STDOUT,
-                        start_new_session=True,
-                    )
-                )
-                log_file.close()
-            return _watch_demo(config, folder, children, once)
+            children += (start_node(config, name, os.path.join(folder, f"{name}.log")) for name in names)
+            watch_demo(config, folder, children)
+            return show_demo(config, once or not sys.stdin.isatty())
         except KeyboardInterrupt:
             return 0
         finally:
@@ -7779,67 +7152,109 @@ def run_demo(*, once: bool, count: int) -> int:
                     child.kill()
 
 
-def _watch_demo(config: Config, folder: str, children: Sequence[subprocess.Popen[bytes]], once: bool) -> int:
-    """Show progress until the model answers, then one answer and the status."""
-    names, started, said = [node.name for node in config.nodes], time.monotonic(), ""
-    snapshot = None
-    while True:
+def watch_demo(config: Config, folder: str, children: Sequence[subprocess.Popen[bytes]]) -> None:
+    """Show progress until the model answers. Raises ShardboxError where it does not."""
+    names, started, said, judged = [node.name for node in config.nodes], time.monotonic(), "", ""
+    while time.monotonic() - started <= DEMO_TIMEOUT_S:
         for name, child in zip(names, children, strict=True):
             if child.poll() is not None:
-                with open(os.path.join(folder, f"{name}.log"), encoding="utf-8", errors="replace") as file:
-                    raise ShardboxError(f"{name} ended: {file.read()[-1500:].strip()}")
+                raise ShardboxError(f"{name} ended: {last_words(os.path.join(folder, f'{name}.log'), 1500)}")
         with contextlib.suppress(NodeDown):
             snapshot = read_status(config, names[0], 2.0)
+            code, judged = status_line(snapshot)
             found = [peer.name for peer in snapshot.peers if peer.state in ("self", "live")]
             view = snapshot.models[0]
-            text = f"found {', '.join(found)}; {view.model} is {view.phase}" + (
-                f" ({view.reason})" if view.reason else ""
-            )
-            text = re.sub(r" \(\d+ s more\)", "", text)
+            reason = re.sub(r" \(\d+ s more\)", "", f" ({view.reason})" if view.reason else "")
+            text = f"found {', '.join(found)}; {view.model} is {view.phase}{reason}"
             if text != said:
                 print(f"{time.monotonic() - started:5.1f} s  {text}", flush=True)
                 said = text
-            if status_line(snapshot)[0] == OK and len(found) == len(names):
-                break
-        if time.monotonic() - started > DEMO_TIMEOUT_S:
-            raise ShardboxError(
-                f"the demo's ring did not form within {DEMO_TIMEOUT_S} s",
-                hint=status_line(snapshot)[1] if snapshot else said,
-            )
+            if code == OK and len(found) == len(names):
+                return
         time.sleep(0.1)
-    return _show_demo(config, names, once)
+    raise ShardboxError(f"the demo's ring did not form within {DEMO_TIMEOUT_S} s", hint=judged)
 
 
-def _show_demo(config: Config, names: Sequence[str], once: bool) -> int:
-    port = config.node(names[-1]).ports.api
-    print(f"\nasking {names[-1]}, which leads nothing: POST http://127.0.0.1:{port}/v1/chat/completions\n", flush=True)
-    body = {
-        "model": "demo-32b",
-        "stream": True,
-        "max_tokens": 48,
-        "messages": [{"role": "user", "content": "What is this?"}],
-    }
-    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
-    connection.request("POST", "/v1/chat/completions", json.dumps(body), {"Content-Type": "application/json"})
-    reply = connection.getresponse()
-    if reply.status != 200:
-        raise ShardboxError(f"the endpoint answered {reply.status}: {reply.read()[:500].decode(errors='replace')}")
-    for line in reply:
-        if line.startswith(b"data: {"):
-            event = json.loads(line[6:])
+def show_demo(config: Config, once: bool) -> int:
+    """One streamed answer from the last node, which leads nothing, and the status; then wait for Ctrl-C."""
+    from http.client import HTTPConnection
+
+    last, path = config.nodes[-1], "/v1/chat/completions"
+    url = f"http://127.0.0.1:{last.ports.api}{path}"
+    print(f"\nasking {last.name}, which leads nothing: POST {url}\n", flush=True)
+    question = {"messages": [{"role": "user", "content": "What is this?"}], "max_tokens": 48}
+    body = json.dumps({"model": config.models[0].name, "stream": True, **question})
+    with contextlib.closing(HTTPConnection("127.0.0.1", last.ports.api, timeout=60)) as connection:
+        connection.request("POST", path, body, {"Content-Type": "application/json"})
+        reply = connection.getresponse()
+        if reply.status != 200:
+            said = reply.read()[:500].decode(errors="replace")
+            raise ShardboxError(f"the endpoint answered {reply.status}: {said}")
+        for line in reply:
+            event = json.loads(line[6:]) if line.startswith(b"data: {") else {"choices": []}
             if "error" in event:
                 raise ShardboxError(str(event["error"].get("message")))
             for choice in event["choices"]:
                 print(choice["delta"].get("content") or "", end="", flush=True)
-    connection.close()
     print("\n")
-    snapshot = read_status(config, names[0], 5.0)
+    snapshot = read_status(config, config.nodes[0].name, 5.0)
     print(status_text(snapshot), flush=True)
     if not once:
         print("\nCtrl-C ends the demo.")
-        while True:
-            time.sleep(3600)
+        signal.pause()
     return status_line(snapshot)[0]
+
+
+# --- the program -----------------------------------------------------------------------------------------
+
+
+def build_cli() -> Any:
+    """The click group. A command's first word in its example is its name, its function's docstring its help."""
+    import click
+
+    def option(*names: str, **more: Any) -> click.Option:
+        return click.Option(names, **more)
+
+    def add(run: Callable[..., int], example: str, *params: click.Parameter) -> None:
+        epilog, name = f"Example: shardbox {example}", example.partition(" ")[0]
+        group.add_command(click.Command(name, params=list(params), callback=run, help=run.__doc__, epilog=epilog))
+
+    common = (
+        option("--config", "config_path", metavar="FILE", help="The TOML (default: see the README)."),
+        option("--node", metavar="NAME", help="Which [[nodes]] entry this box is (default: its hostname)."),
+    )
+    readable = (*common, option("--json", "as_json", is_flag=True, help="Print JSON."))
+    detach = option("--detach", is_flag=True, help="Go on in the background, with a log file.")
+    everywhere = option("--all", "everywhere", is_flag=True, help="On every box of the cluster.")
+    help_timeout, seconds = "Then give up and say CRITICAL (default 10).", click.FloatRange(0.1, 3600)
+    timeout = option("--timeout", "timeout_s", default=10.0, metavar="SECONDS", type=seconds, help=help_timeout)
+    brief = option("--brief", is_flag=True, help="Only the first line.")
+    facts = option("--facts", "facts_file", metavar="FILE", help="Plan from this file instead of the live cluster.")
+    target = click.Argument(["target"], required=False, default="", metavar="[NODE]")
+    of_model = option("--model", default="", metavar="NAME", help="Only this model's engines.")
+    lines_help, many = "Last lines of each log (default 100).", click.IntRange(1, 10000)
+    lines = option("-n", "--lines", default=100, type=many, help=lines_help)
+    model = click.Argument(["model"], metavar="MODEL")
+    once = option("--once", is_flag=True, help="End after one answer (also without a terminal).")
+    count = option("--nodes", "count", default=3, type=click.IntRange(1, 8), help="How many nodes (default 3).")
+
+    summary = "Run a language model that is too big for any one of your machines, on all of them together."
+    group = click.Group("shardbox", help=summary, context_settings={"help_option_names": ["-h", "--help"]})
+    add(cmd_up, "up --config /etc/shardbox/shardbox.toml", *common, detach)
+    add(cmd_down, "down --all", *common, everywhere)
+    add(cmd_status, "status --brief", *readable, timeout, brief)
+    add(cmd_plan, "plan --facts facts.json", *readable, facts)
+    add(cmd_nodes, "nodes --json > facts.json", *readable)
+    add(cmd_logs, "logs beta --model qwq-32b -n 50", *common, target, of_model, lines)
+    add(cmd_start, "start qwq-32b", *common, model)
+    add(cmd_stop, "stop qwq-32b", *common, model)
+    add(cmd_check, "check", *readable)
+    add(cmd_demo, "demo --once", once, count)
+    add(cmd_secret, "secret > cluster.secret")
+    full = option("--full", is_flag=True, help="Also commit, date, interpreter, libraries, licences.")
+    verify = option("--verify", is_flag=True, help="Check the executable and what is unpacked from it.")
+    add(cmd_version, "version --full", full, verify)
+    return group
 
 
 def hold_unpacked() -> None:

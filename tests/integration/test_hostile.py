@@ -85,7 +85,12 @@ class Node:
 
     def owner(self, method: str, path: str, body: Any = None) -> tuple[int, bytes]:
         """A request to the control socket."""
-        return http_ask(shardbox.UnixConnection(self.control, PATIENCE_S), method, path, body, {})
+        connection = http.client.HTTPConnection("shardbox")
+        connection.sock = socket.socket(socket.AF_UNIX)
+        connection.sock.settimeout(PATIENCE_S)
+        with shardbox.short_socket_path(self.control) as short:
+            connection.sock.connect(short)
+        return http_ask(connection, method, path, body, {})
 
     def dial(self, port: int) -> socket.socket:
         return socket.create_connection((HERE, port), PATIENCE_S)
@@ -656,6 +661,52 @@ def test_status_shows_no_secret(node: Node) -> None:
         status, body = node.owner("GET", path)
         assert status == 200
         assert SECRET.encode() not in body
+
+
+# --- a member that sends what it should not ---
+
+ABSENT = {"model": "absent", "generation": "0" * 16, "reason": "none", "plan": None}
+EMPTY_PLAN = {"model": "m", "ranks": [], "block": 0, "layers": 0, "context": 1, "reason": ""}
+
+
+def member(node: Node, method: str, path: str, body: Any = None) -> tuple[int, bytes]:
+    """A request of a node that proved the secret."""
+    mesh = shardbox.Mesh(keys=shardbox.mesh_keys(SECRET, node.cluster, "beta"), open_service=lambda *_: None)  # type: ignore[arg-type]
+    try:
+        connection = http.client.HTTPConnection("alpha", timeout=PATIENCE_S)
+        connection.sock = mesh.connect(HERE, node.mesh, "alpha", "control", PATIENCE_S)
+        return http_ask(connection, method, path, body, {})
+    finally:
+        mesh.close()
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "body"),
+    [
+        *(("POST", f"/peer/{verb}", ABSENT) for verb in ("prepare", "launch", "lease", "release", "trouble")),
+        ("GET", f"/peer/bound?model=absent&generation={0:016}", None),
+        ("GET", "/peer/logs?model=absent&lines=9", None),
+        ("GET", "/peer/state?uptime=long", None),
+        ("POST", "/peer/lease", {"model": 7, "generation": "0"}),
+    ],
+)
+def test_member_message_about_what_is_not_here_is_409_with_words(node: Node, method: str, path: str, body: Any) -> None:
+    status, answer = member(node, method, path, body)
+    assert status == 409
+    assert json.loads(answer)["error"]["what"]
+
+
+@pytest.mark.parametrize(
+    ("change", "words"), [({}, "contradicts itself"), ({"model": "absent"}, "not in the configuration")]
+)
+def test_member_plan_that_cannot_be_is_409(node: Node, change: dict[str, Any], words: str) -> None:
+    numbers = ["layers", "width", "vocab", "heads", "kv_heads", "key_width", "value_width", "ff_width", "context_train"]
+    shape = dict.fromkeys([*numbers, "embedding_bytes", "output_bytes"], 1) | {"layer_bytes": [1]}
+    words_of = {"architecture": "llama", "quantisation": "Q4_K", "tied_output": False}
+    plan = {**EMPTY_PLAN, "shape": {**shape, **words_of}, **change}
+    status, answer = member(node, "POST", "/peer/prepare", {"generation": "0" * 16, "plan": plan})
+    assert status == 409
+    assert words in json.loads(answer)["error"]["what"]
 
 
 # --- after all that ---

@@ -613,3 +613,14 @@ def test_process_with_an_empty_environment_answers_cron(toml: str) -> None:
     assert done.returncode == 2
     assert done.stdout.startswith("SHARDBOX CRITICAL - node alpha is not running")
     assert done.stderr == ""
+
+
+@pytest.mark.parametrize("command", ["status", "version"])
+def test_process_that_cron_starts_every_minute_imports_nothing_heavy(toml: str, command: str) -> None:
+    args = [command, *(["--config", toml, "--node", "alpha"] if command == "status" else [])]
+    heavy = {"aiohttp", "asyncio", "http.client", "zeroconf", "zmq", "cryptography", "pynvml"}
+    code = f"import sys, shardbox; shardbox.main({args}); print(sorted({heavy} & set(sys.modules)))"
+    folder = str(Path(shardbox.__file__).parent)
+    done = subprocess.run([sys.executable, "-c", code], cwd=folder, capture_output=True, text=True, check=True)
+    assert done.stdout.startswith(("SHARDBOX CRITICAL", "shardbox "))
+    assert done.stdout.splitlines()[-1] == "[]"
