@@ -14,6 +14,7 @@ import signal
 import socket
 import stat
 import subprocess
+import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -519,3 +520,46 @@ def test_exit_codes_and_signals_are_its_own(exe: Path, home: Path) -> None:
         process.send_signal(signal.SIGINT)
         process.stdout.read()
         assert process.wait(60) == 0
+
+
+# --- the rest of the box --------------------------------------------------------------------------------------
+
+
+@as_root
+@pytest.mark.skipif(not shutil.which("ip"), reason="needs iproute2")
+def test_no_packet_leaves_the_box_but_for_the_cluster(exe: Path, home: Path) -> None:
+    """The demo lives on loopback: a network with a default route and a name server must count no packet at all."""
+    script = """
+        for on in all default; do echo 1 > /proc/sys/net/ipv6/conf/$on/disable_ipv6; done
+        ip link set lo up; ip link add out type veth peer name far; ip link set far up
+        ip address add 192.0.2.1/24 dev out; ip link set out up
+        ip route add default via 192.0.2.2; ip neighbour add 192.0.2.2 lladdr 02:00:00:00:00:02 dev out
+        "$EXE" demo --once; "$EXE" version --full --verify; cat /sys/class/net/out/statistics/tx_packets
+        "$PYTHON" -c '
+import socket; socket.socket(socket.AF_INET, socket.SOCK_DGRAM).sendto(b"seen?", ("198.51.100.1", 53))'
+        cat /sys/class/net/out/statistics/tx_packets"""
+    command = ["unshare", "--net", "--mount", "/bin/sh", "-euc", f"mount -t sysfs sysfs /sys;{script}"]
+    env = {"PATH": os.environ["PATH"], "EXE": str(exe), "HOME": str(home), "PYTHON": sys.executable}
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=110, check=False)
+    assert done.returncode == 0, done
+    assert done.stdout.splitlines()[-2:] == ["0", "1"], done.stdout[-500:]  # and the counter does count
+
+
+NVML = """
+#include <fcntl.h>
+#include <stdlib.h>
+int nvmlInit_v2(void) { return open(getenv("NVML_SEEN"), O_CREAT | O_WRONLY, 0600) < 0; }
+int nvmlInitWithFlags(unsigned flags) { return nvmlInit_v2(); }
+int nvmlShutdown(void) { return 0; }
+int nvmlDeviceGetCount_v2(unsigned *count) { *count = 0; return 0; }
+"""
+
+
+@pytest.mark.skipif(not shutil.which("gcc"), reason="the stand-in for NVIDIA's library is compiled here")
+def test_the_boxs_own_nvml_is_loaded(exe: Path, home: Path) -> None:
+    (home / "nvml.c").write_text(NVML)
+    subprocess.run(["gcc", "-shared", "-fPIC", "-o", home / "libnvidia-ml.so.1", home / "nvml.c"], check=True)
+    env = {"HOME": str(home), "LD_LIBRARY_PATH": str(home), "NVML_SEEN": str(home / "seen")}
+    env["SHARDBOX_STATE"] = str(home / "state")
+    run(exe, "check", "--config", str(configured(home)), "--node", "alpha", env=env)
+    assert (home / "seen").exists()
