@@ -505,6 +505,25 @@ def test_version_in_use_is_locked_also_in_a_process_that_it_started_itself(up: U
     os.close(fd)
 
 
+@pytest.mark.skipif(not shutil.which("systemd-tmpfiles"), reason="there is no systemd-tmpfiles here")
+def test_systemds_cleaner_spares_a_version_in_use(up: Up, home: Path) -> None:
+    up.until(1, "1/1 ranks")
+    top = home / ".cache/shardbox"
+    files = [path for path in top.rglob("*") if path.is_file()]
+    for path in [*top.rglob("*"), top]:
+        os.utime(path, (1e9, 1e9), follow_symlinks=False)
+    (home / "cleaner.conf").write_text(f"e {top} - - - am:1d\n")
+    clean = ["systemd-tmpfiles", "--clean", str(home / "cleaner.conf")]
+    subprocess.run(clean, check=True, timeout=60)
+    assert [path for path in files if not path.exists()] == []
+    up.process.kill()
+    up.process.wait()
+    deadline = time.monotonic() + 10
+    while files[0].exists():  # the engine, which dies with the node, holds the lock too
+        assert time.monotonic() < deadline
+        subprocess.run(clean, check=True, timeout=60)
+
+
 def test_exit_codes_and_signals_are_its_own(exe: Path, home: Path) -> None:
     env = {"HOME": str(home)}
     assert [run(exe, *args, env=env).returncode for args in (["version"], ["nonsense"], ["status"])] == [0, 2, 3]
