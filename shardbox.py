@@ -2603,6 +2603,7 @@ class Surveyor:
             ports=self._node.ports,
         )
         self._checked = 0.0
+        self._left_out: tuple[str, ...] = ()  # addresses that are not used, each with its reason
         self._known: dict[str, tuple[Any, Any]] = {}  # probe -> what its files looked like, and what it said
         self._progress: dict[str, int] = {}
         self._roots: dict[str, tuple[str, str]] = {}  # model -> (content hash, problem)
@@ -2620,7 +2621,10 @@ class Surveyor:
         return replace(self._facts, models=tuple(map(self._with_root, self._facts.models)))
 
     def _look(self) -> NodeFacts:
-        addresses, _ = local_addresses(self._config.cluster.interfaces)
+        addresses, left_out = local_addresses(self._config.cluster.interfaces)
+        for sentence in [sentence for sentence in left_out if sentence not in self._left_out]:
+            log.info("not used: %s", sentence)
+        self._left_out = left_out
         gpus, note = ((), "") if self._node.gpu_memory_bytes == 0 else probe_gpus()
         models = tuple(map(self._model, self._config.models))
         roles = ENGINE_ROLES if self._config.engine.kind == "prima" else ()
@@ -5300,6 +5304,7 @@ class Node:
         self.rings = Rings(box, self.host, self.peers, self._tell_news)
         self.control: Any = None  # makes a protocol for a peer's connection; set by start_services()
         self.callers: dict[int, str] = {}  # descriptor of a mesh connection's local end -> who is there
+        self._formed: set[str] = set()  # models that were served while this node was up
         self._plans: dict[str, ModelPlan | PlanError] = {}
         self._plans_key = ""
         self._loop = asyncio.get_running_loop()
@@ -5420,6 +5425,8 @@ class Node:
                 traffic.unanswered_since = 0.0
             self.rings.post(name, Event(kind="tick", reason=self.rings.lagging(name)))
             rival = self.led_elsewhere(name)
+            if Phase.SERVING in (ring.phase, rival.phase if rival else ""):
+                self._formed.add(name)
             if ring.plan and ring.phase in Phase.ACTIVE and rival and rival.phase in Phase.ACTIVE:
                 own = precedence(ring.phase, ring.plan.world, ring.plan.leader)
                 if precedence(rival.phase, rival.world, rival.leader) < own:
@@ -5457,7 +5464,7 @@ class Node:
         declared = [node.name for node in self.box.config.nodes if not model.nodes or node.name in model.nodes]
         missing = [name for name in declared if name not in live]
         left = self.box.config.cluster.form_wait_s - (now - self.box.started)
-        if missing and left > 0:
+        if missing and left > 0 and model.name not in self._formed:
             return f"waiting for {', '.join(missing)} ({left:.0f} s more)"
         return "looking for other nodes" if not declared and now - self.peers.newest < SETTLE_S else ""
 
@@ -6913,10 +6920,10 @@ def check_box(config: Config, facts: NodeFacts) -> list[dict[str, str]]:
     found.append(finding(f"memory: {good}; {len(facts.gpus)} GPUs{note}", ""))
     good = "engines can be closed in: only the forwarder reaches their ports"
     found.append(finding("", facts.isolation, good, level="warn"))
-    left_out = "; ".join(local_addresses(config.cluster.interfaces)[1])
     shown = ", ".join(f"{a.address} ({a.interface}{', ' + a.note if a.note else ''})" for a in facts.addresses)
-    found.append(finding("addresses: ", "" if shown else "none that may be used", shown, hint=left_out))
-    return found
+    hint = "name the interface in [cluster] interfaces"
+    found.append(finding("addresses: ", "" if shown else "none that may be used", shown, hint=hint))
+    return found + [finding(f"not used: {text}", "") for text in local_addresses(config.cluster.interfaces)[1]]
 
 
 def check_own_ports(config: Config, facts: NodeFacts) -> list[dict[str, str]]:
@@ -7288,7 +7295,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return rehearse(args[1:], os.environ)
     for name in ("aiohttp.server", "zeroconf"):  # a client's broken HTTP or a vanished address is no bug of ours
         logging.getLogger(name).setLevel(logging.CRITICAL)
-    level = os.environ.get("SHARDBOX_LOG", "INFO").upper()
+    level = os.environ.get("SHARDBOX_LOG", "INFO" if args[:1] == ["up"] else "WARNING").upper()
     logging.basicConfig(
         level=level if level in logging.getLevelNamesMapping() else "INFO",
         stream=sys.stderr,
