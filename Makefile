@@ -6,7 +6,7 @@ DEMO_ARGS ?=
 TEST_ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test unit check lint types build fault e2e bench fmt lock clean
+.PHONY: help venv demo test unit check lint types build build-check fault e2e bench fmt lock clean
 
 help: ## list the targets
 	@grep -E '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 14
@@ -34,24 +34,34 @@ lint: venv
 	$(BIN)/ruff format --check .
 
 types: venv
-	$(BIN)/mypy shardbox.py tests
+	$(BIN)/mypy shardbox.py tests tools
 
 fmt: venv ## format the code
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
-build: venv ## dist/shardbox, one executable for machines like this one
-	PYTHONHASHSEED=0 $(BIN)/pyinstaller --noconfirm --log-level WARN --distpath dist --workpath build/pyinstaller build.spec
-	@ls -l dist/shardbox
+build: ## dist/shardbox, one executable for machines like this one, and its SHA256SUMS
+	@PYTHON="$(PYTHON)" tools/build-deps
+	@$(MAKE) --no-print-directory venv
+	@rm -rf build/folder && mkdir -p build && date +%s > build/started
+	PYTHONHASHSEED=0 PYINSTALLER_ZLIB_COMPRESSION_LEVEL=0 $(BIN)/pyinstaller --noconfirm --log-level WARN --distpath build/folder --workpath build/pyinstaller build.spec
+	patchelf --set-rpath '$$ORIGIN/_internal' build/folder/shardbox/shardbox
+	gcc -std=gnu11 -O2 -Wall -Wextra -Werror -static -s -Wl,--build-id=none -o build/launcher tools/launcher.c -lzstd
+	$(BIN)/python tools/pack.py build/launcher build/folder/shardbox dist/shardbox
+	@echo "built in $$(( $$(date +%s) - $$(cat build/started) )) s"
+
+build-check: venv ## build the last commit twice, in different folders: the same bytes?
+	@PYTHON="$(PYTHON)" BIN="$(CURDIR)/$(BIN)" tools/build-check
 
 e2e: build ## the end-to-end tests against dist/shardbox
-	SHARDBOX_EXE=dist/shardbox $(BIN)/pytest $(TEST_ARGS) tests/e2e
+	SHARDBOX_EXE=$(CURDIR)/dist/shardbox $(BIN)/pytest $(TEST_ARGS) tests/e2e tests/integration/test_cluster.py
 
 fault: venv ## the faults that are tested so far: killed engines and nodes, lost boxes, address changes, twins (root)
 	$(BIN)/pytest $(TEST_ARGS) tests/integration/test_cluster.py -k "killed or stopped or address or another_box or forming or down"
 
-bench: venv ## measurements of speed and memory
-	PYTHONPATH=. $(BIN)/python tests/bench.py
+bench: EXE ?= $(wildcard dist/shardbox)
+bench: venv ## measurements of speed and memory, of dist/shardbox where it has been built
+	PYTHONPATH=. SHARDBOX_EXE="$(EXE)" $(BIN)/python tests/bench.py
 
 lock: venv ## pin the newest versions again, with hashes
 	$(BIN)/pip install --quiet pip-tools

@@ -2753,9 +2753,18 @@ def check_ports_free(wiring: RankWiring) -> None:
                 raise EngineError(what, where="ports", hint=port_owner_hint(port)) from None
 
 
+def own_file() -> str:
+    """The file that people copy and start: this module, or the executable (tools/launcher.c tells its name)."""
+    if not getattr(sys, "frozen", False):
+        return os.path.abspath(__file__)
+    return os.environ.get("_SHARDBOX_FILE", sys.executable)
+
+
 def self_command() -> list[str]:
-    """How to start this very program again."""
-    return [sys.executable] if getattr(sys, "frozen", False) else [sys.executable, os.path.abspath(__file__)]
+    """How to start this very program again: as it is unpacked, or from the executable when a cleaner took that away."""
+    if not getattr(sys, "frozen", False):
+        return [sys.executable, own_file()]
+    return [sys.executable if os.path.exists(sys.executable) else own_file()]
 
 
 def state_folder(cluster: str, node: str) -> str:
@@ -6577,8 +6586,7 @@ CONFIG_NAME = "shardbox.toml"
 def load_config(path: str | None) -> Config:
     """The checked configuration: of `path`, SHARDBOX_CONFIG, or the first place that has one. Raises ConfigError or
     UsageError."""
-    program = sys.executable if getattr(sys, "frozen", False) else os.path.abspath(__file__)
-    places = [CONFIG_NAME, os.path.join(os.path.dirname(program), CONFIG_NAME), f"/etc/shardbox/{CONFIG_NAME}"]
+    places = [CONFIG_NAME, os.path.join(os.path.dirname(own_file()), CONFIG_NAME), f"/etc/shardbox/{CONFIG_NAME}"]
     found = path or os.environ.get("SHARDBOX_CONFIG") or next(filter(os.path.exists, places), None)
     if found is None:
         hint = "give it with --config FILE; config.example.toml shows what goes in"
@@ -7089,10 +7097,65 @@ def cmd_secret() -> int:
     return 0
 
 
-def cmd_version() -> int:
-    """Print the version."""
+def bundle_problems(path: str, folder: str) -> list[str]:
+    """What is not as it was built, in the executable or the files unpacked from it. Raises UsageError without one."""
+    try:
+        with open(path, "rb") as file:
+            data = file.read()
+    except OSError as error:
+        raise UsageError(f"cannot be read: {error.strerror}", where=path) from None
+    layout = struct.Struct("<5Q32s8s8s32s")  # tools/launcher.c: struct trailer
+    if len(data) < layout.size or data[-40:-32] != b"SHARDBX1":
+        raise UsageError("is not an executable made by `make build`: nothing to verify", where=path)
+    _, _, _, at, size, version, _, _, digest = layout.unpack_from(data, len(data) - layout.size)
+    manifest, problems = data[at : at + size], []
+    if hashlib.sha256(data[:-32]).digest() != digest or hashlib.sha256(manifest).hexdigest()[:32] != version.decode():
+        problems.append(f"{path}: its content was changed")
+    listed = {line.split(" ", 3)[3]: line.split(" ", 3)[2] for line in manifest.decode().splitlines()}
+    present = {os.path.relpath(os.path.join(top, name), folder): os.path.join(top, name)
+               for top, folders, names in os.walk(folder) for name in [*folders, *names]
+               if name != ".whole" and (name in names or os.path.islink(os.path.join(top, name)))}  # fmt: skip
+    for name in sorted(listed.keys() | present.keys()):
+        if name not in present or name not in listed:
+            problems.append(f"{folder}/{name}: {'is missing' if name in listed else 'does not belong there'}")
+            continue
+        if os.path.islink(present[name]):
+            content = os.fsencode(os.readlink(present[name]))
+        else:
+            with open(present[name], "rb") as file:
+                content = file.read()
+        if hashlib.sha256(content).hexdigest() != listed[name]:
+            problems.append(f"{folder}/{name}: was changed")
+    return problems
+
+
+def build_text() -> str:
+    """What this program was made of, as build.spec noted it."""
+    if not getattr(sys, "frozen", False):
+        return f"run from source\npython     {platform.python_version()}"
+    with open(os.path.join(os.path.dirname(sys.executable), "_internal", "build.json"), encoding="utf-8") as file:
+        info = json.load(file)
+    libraries = [f"  {name:24} {version:12} {licence}" for name, version, licence in info["libraries"]]
+    texts = os.path.join(os.path.dirname(sys.executable), "_internal", "licences.txt")
+    return "\n".join([f"commit     {info['commit']}", f"date       {info['date']}", f"python     {info['python']}",
+                      "libraries", *libraries, f"licences   {texts}"])  # fmt: skip
+
+
+def cmd_version(full: bool, verify: bool) -> int:
+    """Print the version; what it was built from; whether the executable is as it was built."""
     print(f"shardbox {VERSION}")
-    return 0
+    if full:
+        print(build_text())
+    if not verify:
+        return 0
+    problems = bundle_problems(own_file(), os.path.dirname(sys.executable))
+    with open(own_file(), "rb") as file:
+        print(
+            "\n".join(
+                problems or [f"whole      {own_file()}, SHA-256 {hashlib.file_digest(file, 'sha256').hexdigest()}"]
+            )
+        )
+    return 1 if problems else 0
 
 
 # --- demo ------------------------------------------------------------------------------------------------
@@ -7284,13 +7347,26 @@ def build_cli() -> Any:
     add(cmd_check, "check", *readable)
     add(cmd_demo, "demo --once", once, count)
     add(cmd_secret, "secret > cluster.secret")
-    add(cmd_version, "version")
+    full = option("--full", is_flag=True, help="Also commit, date, interpreter, libraries, licences.")
+    verify = option("--verify", is_flag=True, help="Check the executable and what is unpacked from it.")
+    add(cmd_version, "version --full", full, verify)
     return group
+
+
+def hold_unpacked() -> None:
+    """Keep a shared lock on the folder that this frozen program runs from until it ends, never inherited: the launcher
+    sweeps, and systemd-tmpfiles cleans, only what nobody has locked."""
+    given = os.environ.pop("_SHARDBOX_LOCK", "")
+    with contextlib.suppress(OSError, ValueError):  # a file system without locks
+        fd = int(given) if given else os.open(os.path.dirname(sys.executable), os.O_RDONLY)
+        os.set_inheritable(fd, False)
+        fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
 
 
 def restore_environment() -> None:
     """A frozen program's own library path must not reach the engines (PyInstaller sets it for itself)."""
     if getattr(sys, "frozen", False):
+        hold_unpacked()
         original = os.environ.pop("LD_LIBRARY_PATH_ORIG", None)
         os.environ.pop("LD_LIBRARY_PATH", None)
         if original is not None:

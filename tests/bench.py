@@ -1,17 +1,23 @@
 """Measurements as ratios, taken side by side in one run: `make bench`. Nothing here passes or fails.
 
+SHARDBOX_EXE=dist/shardbox measures the executable's start instead of the module's.
+
 The machine drifts: rounds are interleaved, medians are shown, and each figure stands beside what it is compared with.
 """
 
+import contextlib
 import dataclasses
 import json
+import os
+import re
 import socket
 import statistics
 import subprocess
 import sys
+import tempfile
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import shardbox
@@ -40,18 +46,86 @@ def command(*argv: str) -> Callable[[], float]:
     return run
 
 
+def program() -> list[str]:
+    """What is measured: the executable that SHARDBOX_EXE names, else the module."""
+    executable = os.environ.get("SHARDBOX_EXE")
+    return [executable] if executable else [sys.executable, MODULE]
+
+
+def free_ports(count: int) -> list[int]:
+    """Ports that nobody listens on now."""
+    with contextlib.ExitStack() as stack:
+        return [stack.enter_context(socket.create_server(("127.0.0.1", 0))).getsockname()[1] for _ in range(count)]
+
+
+@contextlib.contextmanager
+def lone_node(folder: str) -> Iterator[tuple[subprocess.Popen[bytes], int, str]]:
+    """`up` of a cluster of one with nothing to serve: the process, its endpoint's port, its configuration."""
+    mesh, api = free_ports(2)
+    path = os.path.join(folder, "shardbox.toml")
+    Path(path).write_text(
+        f'[cluster]\nname = "bench-{os.getpid()}"\nsecret = "a bench needs no better secret than this"\n'
+        'discovery = "static"\n[engine]\nkind = "rehearsal"\n[[nodes]]\nname = "a"\naddress = "127.0.0.1"\n'
+        f"[nodes.ports]\nmesh = {mesh}\napi = {api}\n"
+    )
+    env = {**os.environ, "SHARDBOX_STATE": os.path.join(folder, "state"), "SHARDBOX_LOG": "error"}
+    with subprocess.Popen([*program(), "up", "--config", path, "--node", "a"], env=env) as process:
+        yield process, api, path
+        process.terminate()
+
+
+def until_it_listens() -> float:
+    """Seconds from the start of `up` until its endpoint takes a connection."""
+    with tempfile.TemporaryDirectory() as folder:
+        started = time.perf_counter()
+        with lone_node(folder) as (process, port, _):
+            while process.poll() is None:
+                with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), 1.0):
+                    return time.perf_counter() - started
+                time.sleep(0.002)
+    raise RuntimeError("up has ended")
+
+
 def start_up() -> dict[str, float]:
     """Commands that cron and people wait for, as ratios to `python -c pass`."""
-    python = sys.executable
     times = interleaved(
         {
-            "python -c pass": command(python, "-c", "pass"),
-            "version": command(python, MODULE, "version"),
-            "status (not running)": command(python, MODULE, "status", "--config", "config.example.toml"),
+            "python -c pass": command(sys.executable, "-c", "pass"),
+            "version": command(*program(), "version"),
+            "status (not running)": command(*program(), "status", "--config", "config.example.toml"),
+            "up until it listens": until_it_listens,
         }
     )
     base = times["python -c pass"]
     return {name: value / base for name, value in times.items()}
+
+
+def idle() -> dict[str, float]:
+    """What a node costs that has nothing to do, and one `status` that asks it."""
+    with tempfile.TemporaryDirectory() as folder, lone_node(folder) as (process, _, config):
+        time.sleep(3)  # past its start
+        family = [process.pid, *map(int, Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split())]
+        before = sum(cpu_s(pid) for pid in family)
+        time.sleep(10)
+        used = sum(cpu_s(pid) for pid in family) - before
+        memory = sum(private_mb(pid) for pid in family)
+        argv = [*program(), "status", "--config", config, "--node", "a"]
+        with subprocess.Popen(argv, stdout=subprocess.DEVNULL) as status:
+            _, code, usage = os.wait4(status.pid, 0)
+            status.returncode = os.waitstatus_to_exitcode(code)
+    return {"idle node, MB": memory, "idle node, % of a core": used * 10, "status, MB": usage.ru_maxrss / 1024}
+
+
+def private_mb(pid: int) -> float:
+    """Memory of a process in MB, what it shares counted in parts (PSS)."""
+    text = Path(f"/proc/{pid}/smaps_rollup").read_text()
+    return int(re.findall(r"(?m)^Pss:\s+(\d+)", text)[0]) / 1024
+
+
+def cpu_s(pid: int) -> float:
+    """Seconds of a core that a process has used."""
+    user, system = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[11:13]
+    return (int(user) + int(system)) / os.sysconf("SC_CLK_TCK")
 
 
 # --- the forwarder: engine -> wire -> mesh -> mesh -> engine, all on loopback ------------------------------
@@ -162,11 +236,16 @@ def plans(sizes: Sequence[int] = (4, 32, 256, 2000)) -> dict[str, float]:
 def main() -> None:
     """Run everything, print tables, and write build/bench.json."""
     sys.setswitchinterval(1e-4)
-    results = {"start-up / python -c pass": start_up(), "sealed wire / direct": forwarder(), "plan": plans()}
+    results = {
+        "start-up / python -c pass": start_up(),
+        "at rest": idle(),
+        "sealed wire / direct": forwarder(),
+        "plan": plans(),
+    }
     for title, figures in results.items():
         print(f"\n{title}")
         for name, value in figures.items():
-            print(f"  {name:24} {value:10.4g}")
+            print(f"  {name:24} {value:10.4g}", flush=True)
     Path("build").mkdir(exist_ok=True)
     Path("build/bench.json").write_text(json.dumps(results, indent=2))
 
