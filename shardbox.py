@@ -141,7 +141,8 @@ class PlanError(ShardboxError):
 class MeshError(ShardboxError):
     """A mesh connection could not be made; `kind` says why in one word.
 
-    Kinds: unreachable, wrong_secret, wrong_name, refused, protocol, busy, twin (another box has that name).
+    Kinds: unreachable, wrong_secret, wrong_name, refused, protocol, encryption (on here, off there), busy,
+    twin (another box has that name).
     """
 
     def __init__(self, what: str, *, kind: str = "unreachable", where: str = "", hint: str = "") -> None:
@@ -283,6 +284,7 @@ class ClusterConfig:
     secret_file: str = ""  # as written; resolved by whoever reads it, relative to the TOML's folder
     secret: str = dataclasses.field(default="", repr=False)
     discovery: str = "mdns"
+    encryption: str = "on"
     interfaces: tuple[str, ...] = ()
     form_wait_s: float = 30.0
 
@@ -651,6 +653,7 @@ _FILE = _table({
         "secret_file": _line,
         "secret": _secret,
         "discovery": _text('"mdns" or "static"', "mdns|static"),
+        "encryption": _text('"on" or "off"', "on|off"),
         "interfaces": _list(_interface),
         "form_wait_s": _number(0, 86400, kind=float),
     }),
@@ -3014,9 +3017,10 @@ def printable(text: str) -> str:
 # ======================================================================================================
 # secret -> scrypt -> seed of an Ed25519 authority that every node rebuilds in memory. A connection:
 #   1. mutual TLS 1.3; each side proves that the authority signed its certificate, which names nobody
-#   2. client -> server, a line of JSON in TLS: {"random", "protocol": 1, "from", "to", "service"}
+#   2. client -> server, a line of JSON in TLS: {"random", "protocol": 1, "encryption", "from", "to", "service"}
 #   3. server -> client, the same: {"random", "node", "kind", "reason"}; a kind other than "" is a refusal
-#   4. both leave TLS; the two lines give one AES-256-GCM key a direction; frames until the end
+#   4. both leave TLS; the two lines give one AES-256-GCM key a direction; frames until the end.
+#      With encryption = "off" only `control` goes on so; the others carry plain bytes from here on
 # A frame: length (4 bytes, authenticated) | ciphertext | tag (16). The nonce is the number of the frame.
 # Length 0 is an authenticated end: it alone is a half-close, everything else is a reset.
 # A member can pose as another one, for all hold the authority; a stranger can pose as none.
@@ -3051,9 +3055,10 @@ class MeshKeys:
     node: str
     server: ssl.SSLContext
     client: ssl.SSLContext
+    encryption: str
 
 
-def mesh_keys(secret: str, cluster: str, node: str) -> MeshKeys:
+def mesh_keys(secret: str, cluster: str, node: str, *, encryption: str = "on") -> MeshKeys:
     """Keys of `node`, in about 100 ms (scrypt, RFC 7914): guessing is slow. Raises MeshError for a short secret."""
     from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
@@ -3062,7 +3067,8 @@ def mesh_keys(secret: str, cluster: str, node: str) -> MeshKeys:
         raise MeshError(what, kind="wrong_secret", hint="`shardbox secret` makes a good one")
     salt = b"shardbox mesh 1:" + cluster.encode()
     seed = hashlib.scrypt(secret.encode(), salt=salt, n=1 << 15, r=8, p=1, maxmem=64 << 20, dklen=32)
-    return MeshKeys(node, *_contexts(Ed25519PrivateKey.from_private_bytes(seed), Ed25519PrivateKey.generate()))
+    contexts = _contexts(Ed25519PrivateKey.from_private_bytes(seed), Ed25519PrivateKey.generate())
+    return MeshKeys(node, *contexts, encryption)
 
 
 def _contexts(authority: Ed25519PrivateKey, leaf: Ed25519PrivateKey) -> tuple[ssl.SSLContext, ssl.SSLContext]:
@@ -3178,13 +3184,21 @@ def _wake(sock: socket.socket, how: int = socket.SHUT_RDWR) -> None:
         sock.shutdown(how)
 
 
+def _widened(pipe: int) -> int:
+    """The size of a pipe, made as large as may be: a user without privileges has 64 MiB for all (pipe(7))."""
+    for size in (1 << 20, 1 << 18, 1 << 16):
+        with contextlib.suppress(OSError):
+            return fcntl.fcntl(pipe, fcntl.F_SETPIPE_SZ, size)
+    return fcntl.fcntl(pipe, fcntl.F_GETPIPE_SZ)
+
+
 class SealedLink:
     """A connection to a proven peer; `pump` joins it to a local socket. Threads: two while pumping."""
 
     def __init__(
-        self, sock: socket.socket, *, peer: str, service: str, keys: tuple[bytes, bytes], dead_peer_s: float
+        self, sock: socket.socket, *, peer: str, service: str, keys: tuple[bytes, bytes] | None, dead_peer_s: float
     ) -> None:
-        """Takes over `sock`. `keys` are (send, receive); `dead_peer_s` as for Mesh."""
+        """Takes over `sock`. `keys` are (send, receive), None for plain bytes; `dead_peer_s` as for Mesh."""
         self.peer, self.service, self.why = peer, service, ""
         self._wire, self._keys, self._dead_peer_s = sock, keys, dead_peer_s
         self._frame_bytes = CONTROL_FRAME_BYTES if service == "control" else FRAME_BYTES
@@ -3202,7 +3216,7 @@ class SealedLink:
             self._sides[local], self._running = "this box", 2
             _tune(local)
         leave = functools.partial(self._leave, stats, on_end)
-        for carry in (self._outward, self._inward):
+        for carry in (self._outward, self._inward) if self._keys else (self._plain_outward, self._plain_inward):
             args = (functools.partial(carry, local, stats), leave)
             thread = threading.Thread(target=self._run, name=f"wire-{self.peer}", args=args, daemon=True)
             try:
@@ -3272,11 +3286,11 @@ class SealedLink:
         elif now - self._answered_at > 2 * CHECK_S:  # one bad look may fall just after a probe
             raise ConnectionAbortedError(f"{self.peer} has not answered for {self._dead_peer_s:.0f} s")
 
-    def _moved(self, sock: socket.socket, move: Callable[[memoryview], int], view: memoryview) -> int:
-        """What `move`, a call of `sock`, returns for `view`; looks around while it waits."""
+    def _moved(self, sock: socket.socket, move: Callable[[T], int], what: T) -> int:
+        """What `move`, a call of `sock`, returns for `what`; looks around while it waits."""
         while True:
             try:
-                moved = move(view)
+                moved = move(what)
             except BlockingIOError:
                 self._check()
                 continue
@@ -3290,18 +3304,19 @@ class SealedLink:
         while view:
             view = view[self._moved(sink, sink.send, view) :]
 
-    def _tools(self, key: bytes) -> tuple[AESGCM, memoryview, memoryview]:
+    def _tools(self, way: int) -> tuple[AESGCM, memoryview, memoryview]:
         """(cipher, buffer for a plain frame, buffer for a sealed one); they take memory only once touched."""
         from mmap import mmap
 
         from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 
+        assert self._keys is not None
         plain, sealed = mmap(-1, self._frame_bytes), mmap(-1, self._frame_bytes + _OVERHEAD_BYTES)
-        return AESGCM(key), memoryview(plain), memoryview(sealed)
+        return AESGCM(self._keys[way]), memoryview(plain), memoryview(sealed)
 
     def _outward(self, local: socket.socket, stats: WireStats) -> None:
         """Carry local -> mesh until the local end."""
-        aead, plain, sealed = self._tools(self._keys[0])
+        aead, plain, sealed = self._tools(0)
         number, got = 0, 1
         while got:
             got = self._moved(local, local.recv_into, plain)
@@ -3312,7 +3327,7 @@ class SealedLink:
 
     def _inward(self, local: socket.socket, stats: WireStats) -> None:
         """Carry mesh -> local until the authenticated end. Nothing is delivered that was not verified."""
-        aead, plain, sealed = self._tools(self._keys[1])
+        aead, plain, sealed = self._tools(1)
         number, have, ended = 0, 0, False
         while not ended:
             got = self._moved(self._wire, self._wire.recv_into, sealed[have:])
@@ -3325,6 +3340,37 @@ class SealedLink:
             if used:
                 sealed[:have] = sealed[used : used + have]
         local.shutdown(socket.SHUT_WR)
+
+    def _plain_outward(self, local: socket.socket, stats: WireStats) -> None:
+        for moved in self._plain(local, self._wire):
+            stats.sent_bytes += moved
+
+    def _plain_inward(self, local: socket.socket, stats: WireStats) -> None:
+        for moved in self._plain(self._wire, local):
+            stats.received_bytes += moved
+
+    def _plain(self, source: socket.socket, sink: socket.socket) -> Iterator[int]:
+        """Carry source -> sink until the end, in the kernel where there is splice(2): yields the bytes of each move."""
+        if not hasattr(os, "splice"):
+            view = memoryview(bytearray(FRAME_BYTES))
+            while moved := self._moved(source, source.recv_into, view):
+                self._deliver(sink, view[:moved])
+                yield moved
+        else:
+            out, into = os.pipe()
+            try:
+                room = _widened(into)
+                fill = functools.partial(os.splice, source.fileno(), into)
+                drain = functools.partial(os.splice, out, sink.fileno())
+                while moved := self._moved(source, fill, room):
+                    waiting = moved
+                    while waiting:
+                        waiting -= self._moved(sink, drain, waiting)
+                    yield moved
+            finally:
+                os.close(out)
+                os.close(into)
+        sink.shutdown(socket.SHUT_WR)
 
 
 class _Station:
@@ -3522,12 +3568,17 @@ class Mesh(_Station):
         theirs = note.get("protocol")
         if theirs != MESH_PROTOCOL:
             return "protocol", f"this node speaks mesh protocol {MESH_PROTOCOL}, the caller {theirs!r:.20}"
+        theirs = note.get("encryption")
+        if theirs != self._keys.encryption:
+            return "encryption", f'this node has encryption = "{self._keys.encryption}", the caller {theirs!r:.20}'
         if note.get("to") not in ("", self._keys.node):
             return "wrong_name", f"the node there is {self._keys.node}"
         return "", ""
 
     def _link(self, sock: socket.socket, peer: str, service: str, keys: tuple[bytes, bytes]) -> SealedLink:
-        return self._adopt(SealedLink(sock, peer=peer, service=service, keys=keys, dead_peer_s=self._dead_peer_s))
+        plain = self._keys.encryption == "off" and service != "control"  # orders stay sealed: they are few
+        link = SealedLink(sock, peer=peer, service=service, keys=None if plain else keys, dead_peer_s=self._dead_peer_s)
+        return self._adopt(link)
 
     def dial(self, address: str, port: int, peer: str, service: str, timeout_s: float) -> SealedLink:
         """A link to the node `peer` for `service`; blocks up to `timeout_s`. Raises MeshError."""
@@ -3550,7 +3601,8 @@ class Mesh(_Station):
         """(link, name of the node there) once `service` is open; "" as peer and service only asks for the name."""
         where = f"{peer} at {address}:{port}".removeprefix(" at ")
         deadline, step = time.monotonic() + timeout_s, "no connection"
-        ask = {"protocol": MESH_PROTOCOL, "from": self._keys.node, "to": peer, "service": service}
+        ask = {"protocol": MESH_PROTOCOL, "encryption": self._keys.encryption, "from": self._keys.node}
+        ask |= {"to": peer, "service": service}
         try:
             with socket.create_connection((address, port), max(0.001, timeout_s)) as sock:
                 _tune(sock)
@@ -5432,6 +5484,7 @@ def mesh_hint(kind: str, port: int) -> str:
         "wrong_secret": "put the same cluster secret on both boxes",
         "wrong_name": "another node answers at this address: correct [[nodes]]",
         "protocol": "install the same shardbox on both boxes",
+        "encryption": "give both boxes the same [cluster] encryption",
     }.get(kind, "see that node's log")
 
 
@@ -5444,7 +5497,7 @@ def precedence(view: ModelView) -> tuple[bool, int, str]:
 class Node:
     """One `shardbox up`: everything that this box does, in one event loop and the mesh's threads."""
 
-    def __init__(self, *, config: Config, name: str, folder: str, secret: str, spawner: Spawner, demo: bool) -> None:
+    def __init__(self, *, config: Config, name: str, folder: str, keys: MeshKeys, spawner: Spawner, demo: bool) -> None:
         self.config = config
         self.name = name
         self.folder = folder
@@ -5455,7 +5508,7 @@ class Node:
         self.warnings: dict[str, str] = {}
         self.desired: dict[str, tuple[int, str, bool]] = {}  # model -> (counter, node that said it, wanted)
         self.pool = ThreadPoolExecutor(max_workers=64, thread_name_prefix="call")
-        self.mesh = Mesh(keys=mesh_keys(secret, config.cluster.name, name), open_service=self._open_service)
+        self.mesh = Mesh(keys=keys, open_service=self._open_service)
         self.links = Links(self.mesh, self.pool)
         self.surveyor = Surveyor(config, name, folder, isolation_problem())
         self.facts = self.surveyor.survey(own_bytes=0)
@@ -6977,6 +7030,11 @@ def read_secret(config: Config) -> str:
     return secret
 
 
+def own_keys(config: Config, name: str, secret: str) -> MeshKeys:
+    """What the node `name` of this box proves itself with. Raises MeshError."""
+    return mesh_keys(secret, config.cluster.name, name, encryption=config.cluster.encryption)
+
+
 class UnixConnection(http.client.HTTPConnection):
     """HTTP to the control socket of this box's node."""
 
@@ -7072,7 +7130,7 @@ def run_up(config: Config, name: str, *, demo: bool = False) -> int:
         spawner = Spawner.start()  # likewise
         sys.setswitchinterval(1e-4)  # the wires' threads must not wait for the event loop's (mesh measurements)
         try:
-            asyncio.run(_run_node(config, name, folder, secret, spawner, demo))
+            asyncio.run(_run_node(config, name, folder, own_keys(config, name, secret), spawner, demo))
         finally:
             spawner.close()
             with contextlib.suppress(FileNotFoundError):
@@ -7080,8 +7138,8 @@ def run_up(config: Config, name: str, *, demo: bool = False) -> int:
     return 0
 
 
-async def _run_node(config: Config, name: str, folder: str, secret: str, spawner: Spawner, demo: bool) -> None:
-    node = Node(config=config, name=name, folder=folder, secret=secret, spawner=spawner, demo=demo)
+async def _run_node(config: Config, name: str, folder: str, keys: MeshKeys, spawner: Spawner, demo: bool) -> None:
+    node = Node(config=config, name=name, folder=folder, keys=keys, spawner=spawner, demo=demo)
     loop = asyncio.get_running_loop()
 
     def on_signal() -> None:
@@ -7368,7 +7426,7 @@ async def reach_outward(config: Config, facts: NodeFacts, secret: str) -> dict[s
     def refuse(peer: str, service: str) -> typing.NoReturn:
         raise MeshError("this node is not up", kind="refused")
 
-    mesh = Mesh(keys=mesh_keys(secret, config.cluster.name, facts.name), open_service=refuse)
+    mesh = Mesh(keys=own_keys(config, facts.name, secret), open_service=refuse)
     with ThreadPoolExecutor(max_workers=16) as pool:
         pairs = await reach_all(config, facts.name, hints, mesh, pool)
     mesh.close()

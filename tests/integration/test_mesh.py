@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import hmac
 import os
@@ -35,6 +36,7 @@ HELLO = b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03" + b"\0" * 500  # the sta
 @pytest.fixture(scope="session")
 def keys() -> dict[str, MeshKeys]:
     members = {name: mesh_keys(SECRET, "attic", name) for name in ("alpha", "beta")}
+    members |= {f"{name} off": dataclasses.replace(members[name], encryption="off") for name in ("alpha", "beta")}
     return {**members, "stranger": mesh_keys(SECRET + "!", "attic", "beta"), "cellar": mesh_keys(SECRET, "cellar", "b")}
 
 
@@ -117,11 +119,16 @@ class Path:
             closing.close()
 
 
-@pytest.fixture
-def path(near: Mesh, far: Far) -> Iterator[Path]:
+@pytest.fixture(params=["sealed", "spliced", "copied"])
+def path(request: pytest.FixtureRequest, keys: dict[str, MeshKeys], monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    if request.param == "copied":  # as where there is no splice(2)
+        monkeypatch.delattr(os, "splice")
+    off = "" if request.param == "sealed" else " off"
+    far, near = Far(keys["beta" + off]), Mesh(keys=keys["alpha" + off], open_service=nothing)
     made = Path(near, far)
     yield made
     made.close()
+    far.mesh.close()
 
 
 def read_exactly(sock: socket.socket, size: int | None = None) -> bytes:
@@ -270,6 +277,35 @@ def test_probe_tells_the_name_and_connect_gives_a_plain_socket(near: Mesh, far: 
     engine.close()
 
 
+def overheard(near: Mesh, far: Far, service: str, said: bytes) -> bytes:
+    """What goes over the cable while `said` is sent to a service."""
+    heard = bytearray()
+
+    def listen(piece: bytes) -> bytes:
+        heard.extend(piece)
+        return piece
+
+    middle = Middle(far.port, listen)
+    middle.armed.set()
+    with near.connect(HERE, middle.listener.getsockname()[1], "beta", service, 5) as talk, far.engine() as engine:
+        talk.sendall(said)
+        assert read_exactly(engine, len(said)) == said
+    middle.thread.join(PATIENCE_S)
+    return bytes(heard)
+
+
+@pytest.mark.parametrize(("off", "service"), [("", "data/m/1/0/1"), (" off", "data/m/1/0/1"), (" off", "control")])
+def test_only_data_of_an_unencrypted_cluster_is_readable_on_the_cable(
+    keys: dict[str, MeshKeys], off: str, service: str
+) -> None:
+    far, near = Far(keys["beta" + off]), Mesh(keys=keys["alpha" + off], open_service=nothing)
+    heard = overheard(near, far, service, b"tell nobody")
+    assert (b"tell nobody" in heard) is (off != "" and service != "control")
+    assert b"alpha" not in heard and b"random" not in heard  # the prefaces
+    near.close()
+    far.mesh.close()
+
+
 # ---- what it refuses ----
 
 
@@ -279,6 +315,7 @@ def test_probe_tells_the_name_and_connect_gives_a_plain_socket(near: Mesh, far: 
         ("stranger", "beta", "control", "wrong_secret", "secret"),
         ("cellar", "beta", "control", "wrong_secret", "cluster name"),
         ("alpha", "gamma", "control", "wrong_name", "the node there is beta"),  # relayed to another node
+        ("alpha off", "beta", "control", "encryption", "this node has encryption = \"on\", the caller 'off'"),
         ("alpha", "beta", "old/m/7", "refused", "generation 7 is over"),
         ("alpha", "beta", "down/x", "refused", "cannot open it: .*refused"),
     ],

@@ -127,6 +127,7 @@ VALUES: list[Case] = [
     one("address-port", NODE + 'address = "10.0.0.1:80"\n', ":5: nodes[0].address: must", "without a port"),
     one("bind", OK + '[api]\nbind = ""\n', ":4: api.bind: must be an IPv4 address or a host name", "got ''"),
     one("cidr", OK + 'interfaces = ["eth0", "10.0.0.0/33"]\n', ":3: cluster.interfaces[1]: must be an interface"),
+    one("encryption", OK + 'encryption = "no"\n', ':3: cluster.encryption: must be "on" or "off"', "got 'no'"),
     one("secret-short", '[cluster]\nsecret = "hunter2"\n', ":2: cluster.secret: must be 20 characters or more"),
     one("secret-number", "[cluster]\nsecret = 8675309\n", ":2: cluster.secret: must be 20 char", "got a number"),
 ]
