@@ -29,6 +29,7 @@ Sections, top to bottom; none uses a later one:
 from __future__ import annotations
 
 import asyncio
+import base64
 import collections
 import contextlib
 import ctypes
@@ -141,8 +142,8 @@ class PlanError(ShardboxError):
 class MeshError(ShardboxError):
     """A mesh connection could not be made; `kind` says why in one word.
 
-    Kinds: unreachable, wrong_secret, wrong_name, refused, protocol, encryption (on here, off there), busy,
-    twin (another box has that name).
+    Kinds: unreachable, wrong_secret, wrong_name, refused, protocol, encryption (on here, off there),
+    wrong_key (not the one pinned for that name), busy, twin (another box has that name).
     """
 
     def __init__(self, what: str, *, kind: str = "unreachable", where: str = "", hint: str = "") -> None:
@@ -283,6 +284,7 @@ class ClusterConfig:
     name: str = "shardbox"
     secret_file: str = ""  # as written; resolved by whoever reads it, relative to the TOML's folder
     secret: str = dataclasses.field(default="", repr=False)
+    old_secret_file: str = ""  # of the secret before this one, during a change
     discovery: str = "mdns"
     encryption: str = "on"
     interfaces: tuple[str, ...] = ()
@@ -326,6 +328,7 @@ class NodeConfig:
 
     name: str
     address: str = ""  # "" means: found by mDNS
+    key: str = ""  # public key that it must have; "": any member may claim the name
     memory_bytes: int | None = None  # None: measured
     gpu_memory_bytes: int | None = None  # None: measured ("auto"); 0: leave the GPU alone
     model_dirs: tuple[str, ...] = ()
@@ -388,7 +391,7 @@ class Config:
     def hash(self) -> str:
         """16 hex digits over all that the file says, without the secret: equal on boxes that agree."""
         body = to_json(dataclasses.replace(self, file="", folder=""))
-        body["cluster"]["secret"] = ""
+        body["cluster"]["secret"] = body["cluster"]["old_secret_file"] = ""  # else no change box by box
         return digest(body)
 
 
@@ -433,7 +436,7 @@ def _key_lines(text: str) -> dict[_Path, int]:
 # --- what is wrong, and where ---
 
 _KINDS = {str: "a string", bool: "true or false", int: "a number", float: "a number", dict: "a table", list: "a list"}
-_PRIVATE = {"secret", "secret_file", "keys_file", "env", "args"}  # a secret may stand here, rightly or by mistake
+_PRIVATE = {"secret", "secret_file", "old_secret_file", "keys_file", "env", "args"}  # a secret may stand here
 
 
 def _shown(value: Any, private: bool = False) -> str:
@@ -652,6 +655,7 @@ _FILE = _table({
         "name": _name,
         "secret_file": _line,
         "secret": _secret,
+        "old_secret_file": _line,
         "discovery": _text('"mdns" or "static"', "mdns|static"),
         "encryption": _text('"on" or "off"', "on|off"),
         "interfaces": _list(_interface),
@@ -663,6 +667,7 @@ _FILE = _table({
     "nodes": _list(_table({
         "name": _name,
         "address": _address,
+        "key": _text("the 43 characters that `shardbox nodes` shows", "([A-Za-z0-9_-]{43})?"),
         "memory": _cap,
         "gpu_memory": _cap,
         "model_dirs": _list(_path),
@@ -922,6 +927,7 @@ class NodeFacts:
     engine_kind: str = "prima"
     ports: PortsConfig = PortsConfig()
     own_bytes: int = 0  # memory held by our own engines now: it counts as free
+    key: str = ""  # its public key, as [[nodes]] may pin it
 
     def binary(self, role: str) -> BinaryFacts:
         """This node's binary for a role; one with a `problem` where there is none."""
@@ -2661,8 +2667,9 @@ class Surveyor:
 
     RECHECK_S = 10.0  # between two looks at model files, binaries and network addresses
 
-    def __init__(self, config: Config, name: str, folder: str, isolation: str) -> None:
+    def __init__(self, config: Config, name: str, folder: str, isolation: str, key: str = "") -> None:
         self._config = config
+        self._key = key  # this node's public one
         self._name = name
         self._cache = HashCache(folder)
         self._start = time.time_ns()
@@ -2702,6 +2709,7 @@ class Surveyor:
             engine_kind=self._config.engine.kind,
             ports=self._config.node(self._name).ports,
             own_bytes=own_bytes // (64 * MIB) * (64 * MIB),
+            key=self._key,
             **{**self._slow, "models": models},
         )
 
@@ -3016,14 +3024,17 @@ def printable(text: str) -> str:
 # 10. Mesh and forwarder: proof of the secret, sealed frames, and wires that carry the engines' connections
 # ======================================================================================================
 # secret -> scrypt -> seed of an Ed25519 authority that every node rebuilds in memory. A connection:
-#   1. mutual TLS 1.3; each side proves that the authority signed its certificate, which names nobody
+#   1. mutual TLS 1.3; each side proves that the authority signed its certificate, which names nobody, and that
+#      it has that certificate's key: the one pinned for the name that it goes by, where [[nodes]] pins one
 #   2. client -> server, a line of JSON in TLS: {"random", "protocol": 1, "encryption", "from", "to", "service"}
 #   3. server -> client, the same: {"random", "node", "kind", "reason"}; a kind other than "" is a refusal
 #   4. both leave TLS; the two lines give one AES-256-GCM key a direction; frames until the end.
 #      With encryption = "off" only `control` goes on so; the others carry plain bytes from here on
 # A frame: length (4 bytes, authenticated) | ciphertext | tag (16). The nonce is the number of the frame.
 # Length 0 is an authenticated end: it alone is a half-close, everything else is a reset.
-# A member can pose as another one, for all hold the authority; a stranger can pose as none.
+# A member can pose as another one without a pinned key, for all hold the authority; a stranger can pose as none.
+# While the secret changes a node has two authorities: it trusts both, and shows its certificate by the new one
+# together with one by the old for the new: each side finds the way to an authority that it knows.
 
 MESH_PROTOCOL = 1
 HALF_OPEN_MAX = 256  # connections of a station that wait for a proof, or for the far node
@@ -3055,11 +3066,55 @@ class MeshKeys:
     node: str
     server: ssl.SSLContext
     client: ssl.SSLContext
+    public: str  # this node's own key, as others may pin it
+    pins: Mapping[str, str]  # node -> the only key that it may have
     encryption: str
 
 
-def mesh_keys(secret: str, cluster: str, node: str, *, encryption: str = "on") -> MeshKeys:
-    """Keys of `node`, in about 100 ms (scrypt, RFC 7914): guessing is slow. Raises MeshError for a short secret."""
+def mesh_keys(
+    secret: str, cluster: str, node: str, *, old_secret: str = "", key: Ed25519PrivateKey | None = None,
+    pins: Mapping[str, str] | None = None, encryption: str = "on",
+) -> MeshKeys:  # fmt: skip
+    """What `node` proves itself with; those who only have `old_secret` are members too. Without a `key` it gets one
+    for now. Raises MeshError for a short secret, or if another key is pinned for it."""
+    from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+
+    key, pins = key or Ed25519PrivateKey.generate(), pins or {}
+    public = _key_text(key.public_key())
+    if pins.get(node, public) != public:
+        what, hint = f"[[nodes]] pins another key for {node}; this box has {public}", "pin this one, on every box"
+        raise MeshError(what, kind="wrong_key", hint=hint)
+    authorities = [_authority(text, cluster) for text in (secret, old_secret) if text]
+    return MeshKeys(node, *_contexts(authorities, key), public, pins, encryption)
+
+
+def node_key(path: str) -> Ed25519PrivateKey:
+    """The key pair kept in this file for its owner alone; made if there is none. Raises MeshError, OSError."""
+    from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+
+    if not os.path.exists(path):
+        with tempfile.NamedTemporaryFile(dir=os.path.dirname(path)) as fresh:  # of mode 0600
+            fresh.write(secrets.token_bytes(32))
+            fresh.flush()
+            os.fsync(fresh.fileno())
+            with contextlib.suppress(FileExistsError):  # another process was quicker
+                os.link(fresh.name, path)
+    with open(path, "rb") as file:
+        seed, mode = file.read(), os.fstat(file.fileno()).st_mode
+    if len(seed) != 32:
+        raise MeshError("is no key of a node", kind="wrong_key", where=path, hint="delete it: a new one is made")
+    if mode & 0o077:
+        raise MeshError("others may read it", kind="wrong_key", where=path, hint="delete it: a new one is made")
+    return Ed25519PrivateKey.from_private_bytes(seed)
+
+
+def _key_text(public: Ed25519PublicKey) -> str:
+    """A public key as 43 letters, digits, "-" and "_"."""
+    return base64.urlsafe_b64encode(public.public_bytes_raw()).decode().rstrip("=")
+
+
+def _authority(secret: str, cluster: str) -> Ed25519PrivateKey:
+    """In about 100 ms (scrypt, RFC 7914): guessing is slow."""
     from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
     if len(secret) < SECRET_MIN_CHARS:
@@ -3067,20 +3122,25 @@ def mesh_keys(secret: str, cluster: str, node: str, *, encryption: str = "on") -
         raise MeshError(what, kind="wrong_secret", hint="`shardbox secret` makes a good one")
     salt = b"shardbox mesh 1:" + cluster.encode()
     seed = hashlib.scrypt(secret.encode(), salt=salt, n=1 << 15, r=8, p=1, maxmem=64 << 20, dklen=32)
-    contexts = _contexts(Ed25519PrivateKey.from_private_bytes(seed), Ed25519PrivateKey.generate())
-    return MeshKeys(node, *contexts, encryption)
+    return Ed25519PrivateKey.from_private_bytes(seed)
 
 
-def _contexts(authority: Ed25519PrivateKey, leaf: Ed25519PrivateKey) -> tuple[ssl.SSLContext, ssl.SSLContext]:
-    """TLS settings (server, client): 1.3 only, a certificate by the authority shown and demanded, no resumption."""
+def _contexts(
+    authorities: Sequence[Ed25519PrivateKey], key: Ed25519PrivateKey
+) -> tuple[ssl.SSLContext, ssl.SSLContext]:
+    """TLS settings (server, client): 1.3 only, a certificate by an authority shown and demanded, no resumption.
+    The first of the authorities signs for this node, the others sign for the first."""
     import ssl
 
     from cryptography.hazmat.primitives import serialization as form
 
     pem = form.Encoding.PEM
-    root = _certificate("authority", authority.public_key(), authority).public_bytes(pem).decode()
-    text = _certificate("node", leaf.public_key(), authority).public_bytes(pem)
-    text += leaf.private_bytes(pem, form.PrivateFormat.PKCS8, form.NoEncryption())
+    newest = authorities[0].public_key()
+    roots = [_certificate(one.public_key(), one, is_authority=True).public_bytes(pem).decode() for one in authorities]
+    chain = [_certificate(key.public_key(), authorities[0], is_authority=False)]
+    chain += [_certificate(newest, older, is_authority=True) for older in authorities[1:]]
+    text = key.private_bytes(pem, form.PrivateFormat.PKCS8, form.NoEncryption())
+    text += b"".join(certificate.public_bytes(pem) for certificate in chain)
     server, client = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER), ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     client.check_hostname = False  # names come with the preface: anybody is shown a server's certificate
     server.num_tickets = 0  # nothing may follow the handshake but our own bytes, or leaving TLS breaks
@@ -3091,20 +3151,21 @@ def _contexts(authority: Ed25519PrivateKey, leaf: Ed25519PrivateKey) -> tuple[ss
         for context in (server, client):
             context.minimum_version = ssl.TLSVersion.TLSv1_3
             context.verify_mode = ssl.CERT_REQUIRED
-            context.load_verify_locations(cadata=root)
+            context.load_verify_locations(cadata="".join(roots))
             context.load_cert_chain(f"/proc/self/fd/{file.fileno()}" if in_memory else file.name)
     return server, client
 
 
-def _certificate(subject: str, public: Ed25519PublicKey, authority: Ed25519PrivateKey) -> Certificate:
+def _certificate(public: Ed25519PublicKey, authority: Ed25519PrivateKey, *, is_authority: bool) -> Certificate:
     """By the authority, valid from 2000 to 9999: the clocks of boxes without internet need not agree."""
     import datetime
 
     from cryptography import x509
 
-    issued_by, issued_to = (x509.Name.from_rfc4514_string(f"CN={name}") for name in ("authority", subject))
+    names = (hashlib.sha256(key.public_bytes_raw()).hexdigest()[:32] for key in (authority.public_key(), public))
+    issued_by, issued_to = (x509.Name.from_rfc4514_string(f"CN={name}") for name in names)
     first, last = datetime.datetime(2000, 1, 1), datetime.datetime(9999, 12, 31)
-    number, rights = x509.random_serial_number(), x509.BasicConstraints(subject == "authority", None)
+    number, rights = x509.random_serial_number(), x509.BasicConstraints(is_authority, None)
     builder = x509.CertificateBuilder(issued_by, issued_to, public, number, first, last)
     return builder.add_extension(rights, critical=True).sign(authority, None)
 
@@ -3544,6 +3605,8 @@ class Mesh(_Station):
         asked, note = _hear(tls, deadline)
         peer, service, local = str(note.get("from")), str(note.get("service")), None
         kind, reason = self._mismatch(note)
+        if not kind and not self._is_pinned(tls, peer):
+            kind, reason = "wrong_key", f"[[nodes]] pins another key for {peer!r:.70} than the caller has"
         if service and not kind:  # else a probe: only who we are
             try:
                 local, stats = self._open_service(peer, service)
@@ -3574,6 +3637,16 @@ class Mesh(_Station):
         if note.get("to") not in ("", self._keys.node):
             return "wrong_name", f"the node there is {self._keys.node}"
         return "", ""
+
+    def _is_pinned(self, tls: ssl.SSLSocket, node: str) -> bool:
+        """Whether the one at the other end may be `node`: it has proved the key of its certificate."""
+        from cryptography.x509 import load_der_x509_certificate
+
+        pin = self._keys.pins.get(node.lower())
+        if pin is None:
+            return True
+        public = load_der_x509_certificate(tls.getpeercert(binary_form=True) or b"").public_key()
+        return pin == _key_text(typing.cast("Ed25519PublicKey", public))
 
     def _link(self, sock: socket.socket, peer: str, service: str, keys: tuple[bytes, bytes]) -> SealedLink:
         plain = self._keys.encryption == "off" and service != "control"  # orders stay sealed: they are few
@@ -3613,6 +3686,10 @@ class Mesh(_Station):
                     step = "lost on the way"
                     asked = _say(tls, deadline, **ask)
                     answered, answer = _hear(tls, deadline)
+                    node = str(answer.get("node"))
+                    if not answer.get("kind") and not self._is_pinned(tls, peer or node):
+                        what = f"[[nodes]] pins another key for {peer or node!r:.70} than the one that answers has"
+                        raise MeshError(what, kind="wrong_key", where=where)
                     bare = _leave_tls(tls, deadline)
         except OSError as error:
             kind, what = "unreachable", f"{step}: {error}"
@@ -3622,7 +3699,7 @@ class Mesh(_Station):
         if answer.get("kind"):
             bare.close()
             raise MeshError(str(answer.get("reason")), kind=str(answer["kind"]), where=where)
-        return self._link(bare, peer, service, _frame_keys(asked, answered)), str(answer.get("node"))
+        return self._link(bare, peer, service, _frame_keys(asked, answered)), node
 
 
 class Wire(_Station):
@@ -5485,6 +5562,7 @@ def mesh_hint(kind: str, port: int) -> str:
         "wrong_name": "another node answers at this address: correct [[nodes]]",
         "protocol": "install the same shardbox on both boxes",
         "encryption": "give both boxes the same [cluster] encryption",
+        "wrong_key": "`shardbox nodes` on that box shows its key: correct [[nodes]], or somebody poses as it",
     }.get(kind, "see that node's log")
 
 
@@ -5510,7 +5588,7 @@ class Node:
         self.pool = ThreadPoolExecutor(max_workers=64, thread_name_prefix="call")
         self.mesh = Mesh(keys=keys, open_service=self._open_service)
         self.links = Links(self.mesh, self.pool)
-        self.surveyor = Surveyor(config, name, folder, isolation_problem())
+        self.surveyor = Surveyor(config, name, folder, isolation_problem(), keys.public)
         self.facts = self.surveyor.survey(own_bytes=0)
         port = config.node(name).ports.mesh
         self.discovery = Discovery(config.cluster.name, name, self.facts.machine, port, self._on_hints)
@@ -7008,9 +7086,12 @@ def node_name(config: Config, given: str | None) -> str:
 
 def read_secret(config: Config) -> str:
     """The cluster secret. Raises UsageError that never shows it."""
-    if config.cluster.secret:
-        return config.cluster.secret
-    path = os.path.join(config.folder, config.cluster.secret_file)
+    return config.cluster.secret or read_secret_file(config, "secret_file", config.cluster.secret_file)
+
+
+def read_secret_file(config: Config, key: str, name: str) -> str:
+    """The secret in a file that [cluster] names under `key`. Raises UsageError that never shows it."""
+    path = os.path.join(config.folder, name)
     try:
         with open(path, encoding="utf-8") as file:
             secret = file.read(4096).strip()
@@ -7018,21 +7099,37 @@ def read_secret(config: Config) -> str:
         reason = error.strerror if isinstance(error, OSError) else "not a text file"
         raise UsageError(
             f"cannot be read: {reason}",
-            where=f"cluster.secret_file: {path}",
-            hint=f"make one with `shardbox secret > {config.cluster.secret_file}`, and copy it to every box",
+            where=f"cluster.{key}: {path}",
+            hint=f"make one with `shardbox secret > {name}`, and copy it to every box"
+            if key == "secret_file"
+            else "leave it out once every box has the new secret",
         ) from None
     if len(secret) < SECRET_CHARACTERS:
         raise UsageError(
             f"has fewer than {SECRET_CHARACTERS} characters",
-            where=f"cluster.secret_file: {path}",
+            where=f"cluster.{key}: {path}",
             hint="make a good one with `shardbox secret`",
         )
     return secret
 
 
 def own_keys(config: Config, name: str, secret: str) -> MeshKeys:
-    """What the node `name` of this box proves itself with. Raises MeshError."""
-    return mesh_keys(secret, config.cluster.name, name, encryption=config.cluster.encryption)
+    """What the node `name` of this box proves itself with. Raises ShardboxError."""
+    path = os.path.join(state_folder(config.cluster.name, name), "node.key")
+    old = config.cluster.old_secret_file
+    try:
+        key = node_key(path)
+    except OSError as error:
+        raise UsageError(f"cannot be read or made: {error.strerror}", where=path) from None
+    return mesh_keys(
+        secret,
+        config.cluster.name,
+        name,
+        old_secret=read_secret_file(config, "old_secret_file", old) if old else "",
+        key=key,
+        pins={node.name: node.key for node in config.nodes if node.key},
+        encryption=config.cluster.encryption,
+    )
 
 
 class UnixConnection(http.client.HTTPConnection):
@@ -7529,7 +7626,13 @@ def cmd_nodes(config_path: str | None, node: str | None, as_json: bool) -> int:
     config = load_config(config_path)
     reply = ask_node(config, node_name(config, node), "GET", "/nodes")
     views = [from_json(PeerView, item, "nodes") for item in reply["nodes"]]
-    print(json.dumps(reply, indent=2) if as_json else peers_table(views))
+    if as_json:
+        print(json.dumps(reply, indent=2))
+        return 0
+    known = [from_json(NodeFacts, item, "facts") for item in reply["facts"]]
+    print(peers_table(views))
+    print()
+    print(table(("NODE", "KEY, as [[nodes]] may pin it"), [(facts.name, facts.key) for facts in known]))
     return 0
 
 

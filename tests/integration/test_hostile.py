@@ -658,6 +658,12 @@ def test_status_shows_no_secret(node: Node) -> None:
         assert SECRET.encode() not in body
 
 
+def test_nodes_shows_the_key_that_others_may_pin(node: Node) -> None:
+    key = shardbox.node_key(os.path.join(os.path.dirname(node.control), "node.key"))
+    public = shardbox.mesh_keys(SECRET, node.cluster, "alpha", key=key).public
+    assert re.search(rf"(?m)^alpha +{public}$", node.command("nodes").stdout)
+
+
 # --- after all that ---
 
 

@@ -7,7 +7,9 @@ import dataclasses
 import functools
 import hmac
 import os
+import pathlib
 import queue
+import re
 import select
 import socket
 import ssl
@@ -438,6 +440,101 @@ def test_nobody_or_a_silent_listener_is_unreachable_in_time(near: Mesh) -> None:
                 near.dial(HERE, port, "beta", "control", 0.3)
             assert caught.value.kind == "unreachable"
             assert time.monotonic() - started < 5
+
+
+NEW, CHANGING, OLD = "new", "changing", "old"
+
+
+@pytest.fixture(scope="module")
+def generations() -> dict[str, dict[str, MeshKeys]]:
+    """Stage of a change of secret -> node -> keys."""
+    new, old = SECRET + " of today", SECRET + " of yesterday"
+    stages = {NEW: (new, ""), CHANGING: (new, old), OLD: (old, "")}
+    return {
+        stage: {name: mesh_keys(secret, "attic", name, old_secret=older) for name in ("alpha", "beta")}
+        for stage, (secret, older) in stages.items()
+    }
+
+
+@pytest.mark.parametrize("server", [NEW, CHANGING, OLD])
+@pytest.mark.parametrize("caller", [NEW, CHANGING, OLD])
+def test_nodes_meet_during_a_change_of_secret(
+    generations: dict[str, dict[str, MeshKeys]], caller: str, server: str
+) -> None:
+    near, far = Mesh(keys=generations[caller]["alpha"], open_service=nothing), Far(generations[server]["beta"])
+    if {caller, server} == {NEW, OLD}:
+        with pytest.raises(MeshError) as caught:
+            near.probe(HERE, far.port, 5)
+        assert caught.value.kind == "wrong_secret"
+    else:
+        assert near.probe(HERE, far.port, 5) == "beta"
+    far.mesh.close()
+
+
+def test_short_old_secret_is_refused() -> None:
+    with pytest.raises(MeshError):
+        mesh_keys(SECRET, "attic", "alpha", old_secret="hunter2hunter2")
+
+
+@pytest.mark.parametrize("posing", ["", "caller", "server"])
+@pytest.mark.parametrize("name", ["beta", "BETA"])
+def test_pinned_name_belongs_to_the_one_with_the_key(keys: dict[str, MeshKeys], posing: str, name: str) -> None:
+    """`beta` is pinned by both; who poses as it is a member with the right secret and another key."""
+    beta = keys["beta"]
+    impostor = dataclasses.replace(mesh_keys(SECRET, "attic", "beta"), node=name)
+    pins = {"beta": beta.public}
+    alpha = dataclasses.replace(keys["alpha"], pins=pins)
+    server = impostor if posing == "server" else alpha if posing == "caller" else dataclasses.replace(beta, pins=pins)
+    caller = impostor if posing == "caller" else alpha
+    far, near = Far(server), Mesh(keys=caller, open_service=nothing)
+    if posing:
+        for call in (
+            lambda: near.dial(HERE, far.port, server.node, "control", 5),
+            lambda: near.probe(HERE, far.port, 5),
+        ):
+            with pytest.raises(MeshError, match="pins another key for") as caught:
+                call()
+            assert caught.value.kind == "wrong_key"
+        if posing == "caller":
+            eventually(lambda: far.mesh.refusals == {"wrong_key": 2})
+            assert far.accepted.empty()
+        else:
+            far.engine().close()
+    else:
+        near.dial(HERE, far.port, "beta", "control", 5).close()
+        far.engine().close()
+        assert near.probe(HERE, far.port, 5) == "beta"
+    near.close()
+    far.mesh.close()
+
+
+def test_node_with_another_key_than_its_own_pin_does_not_start(keys: dict[str, MeshKeys]) -> None:
+    with pytest.raises(MeshError, match="pins another key for alpha") as caught:
+        mesh_keys(SECRET, "attic", "alpha", pins={"alpha": keys["beta"].public})
+    assert caught.value.kind == "wrong_key"
+
+
+def test_node_key_is_made_once_for_its_owner_alone(tmp_path: pathlib.Path) -> None:
+    path = tmp_path / "node.key"
+    first, again = mesh.node_key(str(path)), mesh.node_key(str(path))
+    assert first.private_bytes_raw() == again.private_bytes_raw() == path.read_bytes()
+    assert path.stat().st_mode & 0o777 == 0o600
+    assert os.listdir(tmp_path) == ["node.key"]
+    keys = mesh_keys(SECRET, "attic", "alpha", key=first)
+    assert re.fullmatch("[A-Za-z0-9_-]{43}", keys.public)
+    assert first.private_bytes_raw().hex() not in repr(keys)
+
+
+@pytest.mark.parametrize(
+    ("content", "mode"), [(b"", 0o600), (b"x" * 31, 0o600), (b"x" * 33, 0o600), (b"x" * 32, 0o640)]
+)
+def test_node_key_that_will_not_do_is_refused(tmp_path: pathlib.Path, content: bytes, mode: int) -> None:
+    path = tmp_path / "node.key"
+    path.write_bytes(content)
+    path.chmod(mode)
+    with pytest.raises(MeshError) as caught:
+        mesh.node_key(str(path))
+    assert caught.value.where == str(path)
 
 
 def test_short_secret_is_refused_without_showing_it() -> None:
