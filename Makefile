@@ -6,7 +6,7 @@ DEMO_ARGS ?=
 TEST_ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test unit check lint types build fault e2e bench fmt lock clean
+.PHONY: help venv demo test unit check lint types build fault e2e fuzz bench fmt lock clean
 
 help: ## list the targets
 	@grep -E '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 14
@@ -50,7 +50,10 @@ e2e: build ## the end-to-end tests against dist/shardbox
 fault: venv ## every fault, against the rehearsal engine in network namespaces (root)
 	$(BIN)/pytest $(TEST_ARGS) tests/fault
 
-bench: venv ## measurements of speed and memory
+fuzz: venv ## hostile input and 10,000 half-open connections (FUZZ_SECONDS=60)
+	PYTHONPATH=.:tests:tests/unit $(BIN)/python tests/fuzz/fuzz.py
+
+bench: venv ## speed beside HAProxy (BENCH_PAIRS=7), start-up, plans; writes build/bench.json
 	PYTHONPATH=. $(BIN)/python tests/bench.py
 
 lock: venv ## pin the newest versions again, with hashes

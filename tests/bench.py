@@ -33,6 +33,7 @@ HERE = "127.0.0.1"
 RINGS = 8
 ROUTES = ("plain haproxy", "plain shardbox", "encrypted haproxy", "encrypted shardbox")
 FORK = multiprocessing.get_context("fork")
+BUFFER = 256 << 10
 _HEAD = struct.Struct(">QQ")  # of a request: its bytes, and those of the answer
 
 
@@ -71,24 +72,27 @@ def tuned(sock: socket.socket) -> socket.socket:
     return sock
 
 
-def received(sock: socket.socket, view: memoryview) -> bool:
-    """Fill `view`; False at the end of the connection."""
-    while view:
-        got = sock.recv_into(view)
+def receive(sock: socket.socket, buffer: memoryview, size: int) -> None:
+    """Take `size` bytes, each time into the start of `buffer`: the load should cost little beside the forwarder."""
+    while size:
+        got = sock.recv_into(buffer, min(size, len(buffer)))
         if not got:
-            return False
-        view = view[got:]
-    return True
+            raise ConnectionResetError
+        size -= got
+
+
+def send(sock: socket.socket, buffer: memoryview, size: int) -> None:
+    while size:
+        size -= sock.send(buffer[: min(size, len(buffer))])
 
 
 def answer(sock: socket.socket) -> None:
     """An engine: reads a whole request, then answers."""
-    buffer = memoryview(bytearray(16 << 20))
-    while received(sock, buffer[: _HEAD.size]):
+    buffer = memoryview(bytearray(BUFFER))
+    while sock.recv_into(buffer, _HEAD.size, socket.MSG_WAITALL) == _HEAD.size:
         size, reply = _HEAD.unpack_from(buffer)
-        if not received(sock, buffer[_HEAD.size : size]):
-            return
-        sock.sendall(buffer[:reply])
+        receive(sock, buffer, size)
+        send(sock, buffer, reply)
 
 
 def serve(listener: socket.socket) -> None:
@@ -105,16 +109,17 @@ def serve(listener: socket.socket) -> None:
 def client(ports: dict[str, int], orders: Connection) -> None:
     """Obeys (route, bytes, bytes of the answer, seconds); tells (requests, seconds, median seconds of a request)."""
     socks = {route: tuned(socket.create_connection((HERE, port))) for route, port in ports.items()}
-    buffer = memoryview(bytearray(16 << 20))
+    head, buffer = bytearray(_HEAD.size), memoryview(bytearray(BUFFER))
     orders.send("ready")
     while order := orders.recv():
         route, size, reply, seconds = order
-        _HEAD.pack_into(buffer, 0, size, reply)
+        _HEAD.pack_into(head, 0, size - len(head), reply)
         sock, started = socks[route], time.perf_counter()
         times: list[float] = []
         while (now := time.perf_counter()) < started + seconds or len(times) < 3:
-            sock.sendall(buffer[:size])
-            received(sock, buffer[:reply])
+            sock.sendmsg([head, buffer[: min(size, BUFFER) - len(head)]])
+            send(sock, buffer, size - min(size, BUFFER))
+            receive(sock, buffer, reply)
             times.append(time.perf_counter() - now)
         orders.send((len(times), time.perf_counter() - started, statistics.median(times)))
 
