@@ -75,7 +75,7 @@ def tuned(sock: socket.socket) -> socket.socket:
 def receive(sock: socket.socket, buffer: memoryview, size: int) -> None:
     """Take `size` bytes, each time into the start of `buffer`: the load should cost little beside the forwarder."""
     while size:
-        got = sock.recv_into(buffer, min(size, len(buffer)))
+        got = sock.recv_into(buffer, min(size, len(buffer)), socket.MSG_WAITALL)
         if not got:
             raise ConnectionResetError
         size -= got
