@@ -6,7 +6,7 @@ DEMO_ARGS ?=
 TEST_ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test unit check lint types build build-check fault e2e bench fmt lock clean
+.PHONY: help venv demo test unit check lint types build build-check fault e2e fuzz bench fmt lock clean
 
 help: ## list the targets
 	@grep -E '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 14
@@ -58,6 +58,9 @@ e2e: build ## the end-to-end tests against dist/shardbox
 
 fault: venv ## the faults that are tested so far: killed engines and nodes, lost boxes, address changes, twins (root)
 	$(BIN)/pytest $(TEST_ARGS) tests/integration/test_cluster.py -k "killed or stopped or address or another_box or forming or down"
+
+fuzz: venv ## hostile input and 10,000 half-open connections (FUZZ_SECONDS=60)
+	PYTHONPATH=.:tests:tests/unit $(BIN)/python tests/fuzz/fuzz.py
 
 bench: EXE ?= $(wildcard dist/shardbox)
 bench: venv ## measurements of speed and memory, of dist/shardbox where it has been built

@@ -28,6 +28,7 @@ Sections, top to bottom; none uses a later one:
 
 from __future__ import annotations
 
+import base64
 import collections
 import contextlib
 import ctypes
@@ -154,7 +155,8 @@ class PlanError(ShardboxError):
 class MeshError(ShardboxError):
     """A mesh connection could not be made; `kind` says why in one word.
 
-    Kinds: unreachable, wrong_secret, wrong_name, refused, protocol, busy, twin (another box has that name).
+    Kinds: unreachable, wrong_secret, wrong_name, refused, protocol, encryption (on here, off there),
+    wrong_key (not the one pinned for that name), busy, twin (another box has that name).
     """
 
     def __init__(self, what: str, *, kind: str = "unreachable", where: str = "", hint: str = "") -> None:
@@ -295,7 +297,9 @@ class ClusterConfig:
     name: str = "shardbox"
     secret_file: str = ""  # as written; resolved by whoever reads it, relative to the TOML's folder
     secret: str = dataclasses.field(default="", repr=False)
+    old_secret_file: str = ""  # of the secret before this one, during a change
     discovery: str = "mdns"
+    encryption: str = "on"
     interfaces: tuple[str, ...] = ()
     form_wait_s: float = 30.0
 
@@ -339,6 +343,7 @@ class NodeConfig:
 
     name: str
     address: str = ""  # "" means: found by mDNS
+    key: str = ""  # public key that it must have; "": any member may claim the name
     memory_bytes: int | None = None  # None: measured
     gpu_memory_bytes: int | None = None  # None: measured ("auto"); 0: leave the GPU alone
     model_dirs: tuple[str, ...] = ()
@@ -401,7 +406,7 @@ class Config:
     def hash(self) -> str:
         """16 hex digits over all that the file says, without the secret: equal on boxes that agree."""
         body = to_json(dataclasses.replace(self, file="", folder=""))
-        body["cluster"]["secret"] = ""
+        body["cluster"]["secret"] = body["cluster"]["old_secret_file"] = ""  # else no change box by box
         return digest(body)
 
 
@@ -446,7 +451,7 @@ def _key_lines(text: str) -> dict[_Path, int]:
 # --- what is wrong, and where ---
 
 _KINDS = {str: "a string", bool: "true or false", int: "a number", float: "a number", dict: "a table", list: "a list"}
-_PRIVATE = {"secret", "secret_file", "keys_file", "env", "args"}  # a secret may stand here, rightly or by mistake
+_PRIVATE = {"secret", "secret_file", "old_secret_file", "keys_file", "env", "args"}  # a secret may stand here
 
 
 def _shown(value: Any, private: bool = False) -> str:
@@ -665,7 +670,9 @@ _FILE = _table({
         "name": _name,
         "secret_file": _line,
         "secret": _secret,
+        "old_secret_file": _line,
         "discovery": _text('"mdns" or "static"', "mdns|static"),
+        "encryption": _text('"on" or "off"', "on|off"),
         "interfaces": _list(_interface),
         "form_wait_s": _number(0, 86400, kind=float),
     }),
@@ -675,6 +682,7 @@ _FILE = _table({
     "nodes": _list(_table({
         "name": _name,
         "address": _address,
+        "key": _text("the 43 characters that `shardbox nodes` shows", "([A-Za-z0-9_-]{43})?"),
         "memory": _cap,
         "gpu_memory": _cap,
         "model_dirs": _list(_path),
@@ -934,6 +942,7 @@ class NodeFacts:
     engine_kind: str = "prima"
     ports: PortsConfig = PortsConfig()
     own_bytes: int = 0  # memory held by our own engines now: it counts as free
+    key: str = ""  # its public key, as [[nodes]] may pin it
 
     def binary(self, role: str) -> BinaryFacts:
         """This node's binary for a role; one with a `problem` where there is none."""
@@ -2591,8 +2600,8 @@ class Surveyor:
 
     RECHECK_S = 10.0  # between two looks at model files, binaries and network addresses
 
-    def __init__(self, config: Config, name: str, folder: str, isolation: str) -> None:
-        """`isolation`: "" or why engines cannot be closed in."""
+    def __init__(self, config: Config, name: str, folder: str, isolation: str, key: str = "") -> None:
+        """`isolation`: "" or why engines cannot be closed in. `key`: this node's public one."""
         self._config, self._node, self._cache = config, config.node(name), HashCache(folder)
         self._facts = NodeFacts(
             name=name,
@@ -2608,6 +2617,7 @@ class Surveyor:
             isolation=isolation,
             engine_kind=config.engine.kind,
             ports=self._node.ports,
+            key=key,
         )
         self._checked = 0.0
         self._left_out: tuple[str, ...] = ()  # addresses that are not used, each with its reason
@@ -2934,13 +2944,17 @@ def printable(text: str) -> str:
 # 10. Mesh and forwarder: proof of the secret, sealed frames, and wires that carry the engines' connections
 # ======================================================================================================
 # secret -> scrypt -> seed of an Ed25519 authority that every node rebuilds in memory. A connection:
-#   1. mutual TLS 1.3; each side proves that the authority signed its certificate, which names nobody
-#   2. client -> server, a line of JSON in TLS: {"random", "protocol": 1, "from", "to", "service"}
+#   1. mutual TLS 1.3; each side proves that the authority signed its certificate, which names nobody, and that
+#      it has that certificate's key: the one pinned for the name that it goes by, where [[nodes]] pins one
+#   2. client -> server, a line of JSON in TLS: {"random", "protocol": 1, "encryption", "from", "to", "service"}
 #   3. server -> client, the same: {"random", "node", "kind", "reason"}; a kind other than "" is a refusal
-#   4. both leave TLS; the two lines give one AES-256-GCM key a direction; frames until the end
+#   4. both leave TLS; the two lines give one AES-256-GCM key a direction; frames until the end.
+#      With encryption = "off" only `control` goes on so; the others carry plain bytes from here on
 # A frame: length (4 bytes, authenticated) | ciphertext | tag (16). The nonce is the number of the frame.
 # Length 0 is an authenticated end: it alone is a half-close, everything else is a reset.
-# A member can pose as another one, for all hold the authority; a stranger can pose as none.
+# A member can pose as another one without a pinned key, for all hold the authority; a stranger can pose as none.
+# While the secret changes a node has two authorities: it trusts both, and shows its certificate by the new one
+# together with one by the old for the new: each side finds the way to an authority that it knows.
 
 MESH_PROTOCOL = 1
 HALF_OPEN_MAX = 256  # connections of a station that wait for a proof, or for the far node
@@ -2972,10 +2986,55 @@ class MeshKeys:
     node: str
     server: ssl.SSLContext
     client: ssl.SSLContext
+    public: str  # this node's own key, as others may pin it
+    pins: Mapping[str, str]  # node -> the only key that it may have
+    encryption: str
 
 
-def mesh_keys(secret: str, cluster: str, node: str) -> MeshKeys:
-    """Keys of `node`, in about 100 ms (scrypt, RFC 7914): guessing is slow. Raises MeshError for a short secret."""
+def mesh_keys(
+    secret: str, cluster: str, node: str, *, old_secret: str = "", key: Ed25519PrivateKey | None = None,
+    pins: Mapping[str, str] | None = None, encryption: str = "on",
+) -> MeshKeys:  # fmt: skip
+    """What `node` proves itself with; those who only have `old_secret` are members too. Without a `key` it gets one
+    for now. Raises MeshError for a short secret, or if another key is pinned for it."""
+    from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+
+    key, pins = key or Ed25519PrivateKey.generate(), pins or {}
+    public = _key_text(key.public_key())
+    if pins.get(node, public) != public:
+        what, hint = f"[[nodes]] pins another key for {node}; this box has {public}", "pin this one, on every box"
+        raise MeshError(what, kind="wrong_key", hint=hint)
+    authorities = [_authority(text, cluster) for text in (secret, old_secret) if text]
+    return MeshKeys(node, *_contexts(authorities, key), public, pins, encryption)
+
+
+def node_key(path: str) -> Ed25519PrivateKey:
+    """The key pair kept in this file for its owner alone; made if there is none. Raises MeshError, OSError."""
+    from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+
+    if not os.path.exists(path):
+        with tempfile.NamedTemporaryFile(dir=os.path.dirname(path)) as fresh:  # of mode 0600
+            fresh.write(secrets.token_bytes(32))
+            fresh.flush()
+            os.fsync(fresh.fileno())
+            with contextlib.suppress(FileExistsError):  # another process was quicker
+                os.link(fresh.name, path)
+    with open(path, "rb") as file:
+        seed, mode = file.read(), os.fstat(file.fileno()).st_mode
+    if len(seed) != 32:
+        raise MeshError("is no key of a node", kind="wrong_key", where=path, hint="delete it: a new one is made")
+    if mode & 0o077:
+        raise MeshError("others may read it", kind="wrong_key", where=path, hint="delete it: a new one is made")
+    return Ed25519PrivateKey.from_private_bytes(seed)
+
+
+def _key_text(public: Ed25519PublicKey) -> str:
+    """A public key as 43 letters, digits, "-" and "_"."""
+    return base64.urlsafe_b64encode(public.public_bytes_raw()).decode().rstrip("=")
+
+
+def _authority(secret: str, cluster: str) -> Ed25519PrivateKey:
+    """In about 100 ms (scrypt, RFC 7914): guessing is slow."""
     from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
     if len(secret) < SECRET_MIN_CHARS:
@@ -2983,19 +3042,25 @@ def mesh_keys(secret: str, cluster: str, node: str) -> MeshKeys:
         raise MeshError(what, kind="wrong_secret", hint="`shardbox secret` makes a good one")
     salt = b"shardbox mesh 1:" + cluster.encode()
     seed = hashlib.scrypt(secret.encode(), salt=salt, n=1 << 15, r=8, p=1, maxmem=64 << 20, dklen=32)
-    return MeshKeys(node, *_contexts(Ed25519PrivateKey.from_private_bytes(seed), Ed25519PrivateKey.generate()))
+    return Ed25519PrivateKey.from_private_bytes(seed)
 
 
-def _contexts(authority: Ed25519PrivateKey, leaf: Ed25519PrivateKey) -> tuple[ssl.SSLContext, ssl.SSLContext]:
-    """TLS settings (server, client): 1.3 only, a certificate by the authority shown and demanded, no resumption."""
+def _contexts(
+    authorities: Sequence[Ed25519PrivateKey], key: Ed25519PrivateKey
+) -> tuple[ssl.SSLContext, ssl.SSLContext]:
+    """TLS settings (server, client): 1.3 only, a certificate by an authority shown and demanded, no resumption.
+    The first of the authorities signs for this node, the others sign for the first."""
     import ssl
 
     from cryptography.hazmat.primitives import serialization as form
 
     pem = form.Encoding.PEM
-    root = _certificate("authority", authority.public_key(), authority).public_bytes(pem).decode()
-    text = _certificate("node", leaf.public_key(), authority).public_bytes(pem)
-    text += leaf.private_bytes(pem, form.PrivateFormat.PKCS8, form.NoEncryption())
+    newest = authorities[0].public_key()
+    roots = [_certificate(one.public_key(), one, is_authority=True).public_bytes(pem).decode() for one in authorities]
+    chain = [_certificate(key.public_key(), authorities[0], is_authority=False)]
+    chain += [_certificate(newest, older, is_authority=True) for older in authorities[1:]]
+    text = key.private_bytes(pem, form.PrivateFormat.PKCS8, form.NoEncryption())
+    text += b"".join(certificate.public_bytes(pem) for certificate in chain)
     server, client = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER), ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     client.check_hostname = False  # names come with the preface: anybody is shown a server's certificate
     server.num_tickets = 0  # nothing may follow the handshake but our own bytes, or leaving TLS breaks
@@ -3006,20 +3071,21 @@ def _contexts(authority: Ed25519PrivateKey, leaf: Ed25519PrivateKey) -> tuple[ss
         for context in (server, client):
             context.minimum_version = ssl.TLSVersion.TLSv1_3
             context.verify_mode = ssl.CERT_REQUIRED
-            context.load_verify_locations(cadata=root)
+            context.load_verify_locations(cadata="".join(roots))
             context.load_cert_chain(f"/proc/self/fd/{file.fileno()}" if in_memory else file.name)
     return server, client
 
 
-def _certificate(subject: str, public: Ed25519PublicKey, authority: Ed25519PrivateKey) -> Certificate:
+def _certificate(public: Ed25519PublicKey, authority: Ed25519PrivateKey, *, is_authority: bool) -> Certificate:
     """By the authority, valid from 2000 to 9999: the clocks of boxes without internet need not agree."""
     import datetime
 
     from cryptography import x509
 
-    issued_by, issued_to = (x509.Name.from_rfc4514_string(f"CN={name}") for name in ("authority", subject))
+    names = (hashlib.sha256(key.public_bytes_raw()).hexdigest()[:32] for key in (authority.public_key(), public))
+    issued_by, issued_to = (x509.Name.from_rfc4514_string(f"CN={name}") for name in names)
     first, last = datetime.datetime(2000, 1, 1), datetime.datetime(9999, 12, 31)
-    number, rights = x509.random_serial_number(), x509.BasicConstraints(subject == "authority", None)
+    number, rights = x509.random_serial_number(), x509.BasicConstraints(is_authority, None)
     builder = x509.CertificateBuilder(issued_by, issued_to, public, number, first, last)
     return builder.add_extension(rights, critical=True).sign(authority, None)
 
@@ -3099,13 +3165,21 @@ def _wake(sock: socket.socket, how: int = socket.SHUT_RDWR) -> None:
         sock.shutdown(how)
 
 
+def _widened(pipe: int) -> int:
+    """The size of a pipe, made as large as may be: a user without privileges has 64 MiB for all (pipe(7))."""
+    for size in (1 << 20, 1 << 18, 1 << 16):
+        with contextlib.suppress(OSError):
+            return fcntl.fcntl(pipe, fcntl.F_SETPIPE_SZ, size)
+    return fcntl.fcntl(pipe, fcntl.F_GETPIPE_SZ)
+
+
 class SealedLink:
     """A connection to a proven peer; `pump` joins it to a local socket. Threads: two while pumping."""
 
     def __init__(
-        self, sock: socket.socket, *, peer: str, service: str, keys: tuple[bytes, bytes], dead_peer_s: float
+        self, sock: socket.socket, *, peer: str, service: str, keys: tuple[bytes, bytes] | None, dead_peer_s: float
     ) -> None:
-        """Takes over `sock`. `keys` are (send, receive); `dead_peer_s` as for Mesh."""
+        """Takes over `sock`. `keys` are (send, receive), None for plain bytes; `dead_peer_s` as for Mesh."""
         self.peer, self.service, self.why = peer, service, ""
         self._wire, self._keys, self._dead_peer_s = sock, keys, dead_peer_s
         self._frame_bytes = CONTROL_FRAME_BYTES if service == "control" else FRAME_BYTES
@@ -3123,7 +3197,7 @@ class SealedLink:
             self._sides[local], self._running = "this box", 2
             _tune(local)
         leave = functools.partial(self._leave, stats, on_end)
-        for carry in (self._outward, self._inward):
+        for carry in (self._outward, self._inward) if self._keys else (self._plain_outward, self._plain_inward):
             args = (functools.partial(carry, local, stats), leave)
             thread = threading.Thread(target=self._run, name=f"wire-{self.peer}", args=args, daemon=True)
             try:
@@ -3193,11 +3267,11 @@ class SealedLink:
         elif now - self._answered_at > 2 * CHECK_S:  # one bad look may fall just after a probe
             raise ConnectionAbortedError(f"{self.peer} has not answered for {self._dead_peer_s:.0f} s")
 
-    def _moved(self, sock: socket.socket, move: Callable[[memoryview], int], view: memoryview) -> int:
-        """What `move`, a call of `sock`, returns for `view`; looks around while it waits."""
+    def _moved(self, sock: socket.socket, move: Callable[[T], int], what: T) -> int:
+        """What `move`, a call of `sock`, returns for `what`; looks around while it waits."""
         while True:
             try:
-                moved = move(view)
+                moved = move(what)
             except BlockingIOError:
                 self._check()
                 continue
@@ -3211,18 +3285,19 @@ class SealedLink:
         while view:
             view = view[self._moved(sink, sink.send, view) :]
 
-    def _tools(self, key: bytes) -> tuple[AESGCM, memoryview, memoryview]:
+    def _tools(self, way: int) -> tuple[AESGCM, memoryview, memoryview]:
         """(cipher, buffer for a plain frame, buffer for a sealed one); they take memory only once touched."""
         from mmap import mmap
 
         from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 
+        assert self._keys is not None
         plain, sealed = mmap(-1, self._frame_bytes), mmap(-1, self._frame_bytes + _OVERHEAD_BYTES)
-        return AESGCM(key), memoryview(plain), memoryview(sealed)
+        return AESGCM(self._keys[way]), memoryview(plain), memoryview(sealed)
 
     def _outward(self, local: socket.socket, stats: WireStats) -> None:
         """Carry local -> mesh until the local end."""
-        aead, plain, sealed = self._tools(self._keys[0])
+        aead, plain, sealed = self._tools(0)
         number, got = 0, 1
         while got:
             got = self._moved(local, local.recv_into, plain)
@@ -3233,7 +3308,7 @@ class SealedLink:
 
     def _inward(self, local: socket.socket, stats: WireStats) -> None:
         """Carry mesh -> local until the authenticated end. Nothing is delivered that was not verified."""
-        aead, plain, sealed = self._tools(self._keys[1])
+        aead, plain, sealed = self._tools(1)
         number, have, ended = 0, 0, False
         while not ended:
             got = self._moved(self._wire, self._wire.recv_into, sealed[have:])
@@ -3246,6 +3321,37 @@ class SealedLink:
             if used:
                 sealed[:have] = sealed[used : used + have]
         local.shutdown(socket.SHUT_WR)
+
+    def _plain_outward(self, local: socket.socket, stats: WireStats) -> None:
+        for moved in self._plain(local, self._wire):
+            stats.sent_bytes += moved
+
+    def _plain_inward(self, local: socket.socket, stats: WireStats) -> None:
+        for moved in self._plain(self._wire, local):
+            stats.received_bytes += moved
+
+    def _plain(self, source: socket.socket, sink: socket.socket) -> Iterator[int]:
+        """Carry source -> sink until the end, in the kernel where there is splice(2): yields the bytes of each move."""
+        if not hasattr(os, "splice"):
+            view = memoryview(bytearray(FRAME_BYTES))
+            while moved := self._moved(source, source.recv_into, view):
+                self._deliver(sink, view[:moved])
+                yield moved
+        else:
+            out, into = os.pipe()
+            try:
+                room = _widened(into)
+                fill = functools.partial(os.splice, source.fileno(), into)
+                drain = functools.partial(os.splice, out, sink.fileno())
+                while moved := self._moved(source, fill, room):
+                    waiting = moved
+                    while waiting:
+                        waiting -= self._moved(sink, drain, waiting)
+                    yield moved
+            finally:
+                os.close(out)
+                os.close(into)
+        sink.shutdown(socket.SHUT_WR)
 
 
 class _Station:
@@ -3419,6 +3525,8 @@ class Mesh(_Station):
         asked, note = _hear(tls, deadline)
         peer, service, local = str(note.get("from")), str(note.get("service")), None
         kind, reason = self._mismatch(note)
+        if not kind and not self._is_pinned(tls, peer):
+            kind, reason = "wrong_key", f"[[nodes]] pins another key for {peer!r:.70} than the caller has"
         if service and not kind:  # else a probe: only who we are
             try:
                 local, stats = self._open_service(peer, service)
@@ -3443,12 +3551,27 @@ class Mesh(_Station):
         theirs = note.get("protocol")
         if theirs != MESH_PROTOCOL:
             return "protocol", f"this node speaks mesh protocol {MESH_PROTOCOL}, the caller {theirs!r:.20}"
+        theirs = note.get("encryption")
+        if theirs != self._keys.encryption:
+            return "encryption", f'this node has encryption = "{self._keys.encryption}", the caller {theirs!r:.20}'
         if note.get("to") not in ("", self._keys.node):
             return "wrong_name", f"the node there is {self._keys.node}"
         return "", ""
 
+    def _is_pinned(self, tls: ssl.SSLSocket, node: str) -> bool:
+        """Whether the one at the other end may be `node`: it has proved the key of its certificate."""
+        from cryptography.x509 import load_der_x509_certificate
+
+        pin = self._keys.pins.get(node.lower())
+        if pin is None:
+            return True
+        public = load_der_x509_certificate(tls.getpeercert(binary_form=True) or b"").public_key()
+        return pin == _key_text(typing.cast("Ed25519PublicKey", public))
+
     def _link(self, sock: socket.socket, peer: str, service: str, keys: tuple[bytes, bytes]) -> SealedLink:
-        return self._adopt(SealedLink(sock, peer=peer, service=service, keys=keys, dead_peer_s=self._dead_peer_s))
+        plain = self._keys.encryption == "off" and service != "control"  # orders stay sealed: they are few
+        link = SealedLink(sock, peer=peer, service=service, keys=None if plain else keys, dead_peer_s=self._dead_peer_s)
+        return self._adopt(link)
 
     def dial(self, address: str, port: int, peer: str, service: str, timeout_s: float) -> SealedLink:
         """A link to the node `peer` for `service`; blocks up to `timeout_s`. Raises MeshError."""
@@ -3471,7 +3594,8 @@ class Mesh(_Station):
         """(link, name of the node there) once `service` is open; "" as peer and service only asks for the name."""
         where = f"{peer} at {address}:{port}".removeprefix(" at ")
         deadline, step = time.monotonic() + timeout_s, "no connection"
-        ask = {"protocol": MESH_PROTOCOL, "from": self._keys.node, "to": peer, "service": service}
+        ask = {"protocol": MESH_PROTOCOL, "encryption": self._keys.encryption, "from": self._keys.node}
+        ask |= {"to": peer, "service": service}
         try:
             with socket.create_connection((address, port), max(0.001, timeout_s)) as sock:
                 _tune(sock)
@@ -3482,6 +3606,10 @@ class Mesh(_Station):
                     step = "lost on the way"
                     asked = _say(tls, deadline, **ask)
                     answered, answer = _hear(tls, deadline)
+                    node = str(answer.get("node"))
+                    if not answer.get("kind") and not self._is_pinned(tls, peer or node):
+                        what = f"[[nodes]] pins another key for {peer or node!r:.70} than the one that answers has"
+                        raise MeshError(what, kind="wrong_key", where=where)
                     bare = _leave_tls(tls, deadline)
         except OSError as error:
             kind, what = "unreachable", f"{step}: {error}"
@@ -3491,7 +3619,7 @@ class Mesh(_Station):
         if answer.get("kind"):
             bare.close()
             raise MeshError(str(answer.get("reason")), kind=str(answer["kind"]), where=where)
-        return self._link(bare, peer, service, _frame_keys(asked, answered)), str(answer.get("node"))
+        return self._link(bare, peer, service, _frame_keys(asked, answered)), node
 
 
 class Wire(_Station):
@@ -5258,6 +5386,8 @@ REACH_HINTS = {
     "wrong_secret": "put the same cluster secret on both boxes",
     "wrong_name": "another node answers at this address: correct [[nodes]]",
     "protocol": "install the same shardbox on both boxes",
+    "encryption": "give both boxes the same [cluster] encryption",
+    "wrong_key": "`shardbox nodes` on that box shows its key: correct [[nodes]], or somebody poses as it",
 }
 
 
@@ -5296,14 +5426,14 @@ def precedence(phase: str, world: int, leader: str) -> tuple[bool, int, str]:
 class Node:
     """One `shardbox up`: everything that this box does, in one event loop and the mesh's threads."""
 
-    def __init__(self, *, config: Config, name: str, folder: str, secret: str, spawner: Spawner, demo: bool) -> None:
+    def __init__(self, *, config: Config, name: str, folder: str, keys: MeshKeys, spawner: Spawner, demo: bool) -> None:
         self.demo = demo
-        self.surveyor = Surveyor(config, name, folder, isolation_problem())
+        self.surveyor = Surveyor(config, name, folder, isolation_problem(), keys.public)
         self.box = box = Box(config, name, folder, self.surveyor.survey(own_bytes=0))
         self.stop = box.stop
         self.warnings: dict[str, str] = {}
         self.desired: dict[str, tuple[int, str, bool]] = {}  # model -> (counter, node that said it, wanted)
-        self.mesh = Mesh(keys=mesh_keys(secret, config.cluster.name, name), open_service=self._open_service)
+        self.mesh = Mesh(keys=keys, open_service=self._open_service)
         self.peers = Peers(box, self.mesh, self._hints, self._on_state)
         port, machine = box.settings.ports.mesh, box.facts.machine
         self.discovery = Discovery(config.cluster.name, name, machine, port, self.peers.refresh)
@@ -6623,21 +6753,41 @@ def node_name(config: Config, given: str | None) -> str:
 
 def read_secret(config: Config) -> str:
     """The cluster secret. Raises UsageError that never shows it."""
-    if config.cluster.secret:
-        return config.cluster.secret
-    path = os.path.join(config.folder, config.cluster.secret_file)
-    where = f"cluster.secret_file: {path}"
+    return config.cluster.secret or read_secret_file(config, "secret_file", config.cluster.secret_file)
+
+
+def read_secret_file(config: Config, key: str, name: str) -> str:
+    """The secret in a file that [cluster] names under `key`. Raises UsageError that never shows it."""
+    path = os.path.join(config.folder, name)
+    where = f"cluster.{key}: {path}"
     try:
         with open(path, encoding="utf-8") as file:
             secret = file.read(4096).strip()
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "not a text file"
-        hint = f"make one with `shardbox secret > {config.cluster.secret_file}`, and copy it to every box"
+        hint = f"make one with `shardbox secret > {name}`, and copy it to every box"
+        if key == "old_secret_file":
+            hint = "leave it out once every box has the new secret"
         raise UsageError(f"cannot be read: {reason}", where=where, hint=hint) from None
     if len(secret) < SECRET_CHARACTERS:
         what, hint = f"has fewer than {SECRET_CHARACTERS} characters", "make a good one with `shardbox secret`"
         raise UsageError(what, where=where, hint=hint)
     return secret
+
+
+def own_keys(config: Config, name: str, secret: str) -> MeshKeys:
+    """What the node `name` of this box proves itself with. Raises ShardboxError."""
+    path, old = os.path.join(state_folder(config.cluster.name, name), "node.key"), config.cluster.old_secret_file
+    try:
+        key = node_key(path)
+    except OSError as error:
+        raise UsageError(f"cannot be read or made: {error.strerror}", where=path) from None
+    old_secret = read_secret_file(config, "old_secret_file", old) if old else ""
+    pins = {node.name: node.key for node in config.nodes if node.key}
+    cluster = config.cluster
+    return mesh_keys(
+        secret, cluster.name, name, old_secret=old_secret, key=key, pins=pins, encryption=cluster.encryption
+    )
 
 
 class NodeDown(ShardboxError):
@@ -6736,7 +6886,7 @@ def cmd_up(config: Config, name: str, detach: bool) -> int:
         spawner = Spawner.start()  # likewise
         sys.setswitchinterval(1e-4)  # the wires' threads must not wait for the event loop's (mesh measurements)
         try:
-            asyncio.run(_run_node(config, name, folder, secret, spawner))
+            asyncio.run(_run_node(config, name, folder, own_keys(config, name, secret), spawner))
         finally:
             spawner.close()
             with contextlib.suppress(FileNotFoundError):
@@ -6744,9 +6894,9 @@ def cmd_up(config: Config, name: str, detach: bool) -> int:
     return 0
 
 
-async def _run_node(config: Config, name: str, folder: str, secret: str, spawner: Spawner) -> None:
+async def _run_node(config: Config, name: str, folder: str, keys: MeshKeys, spawner: Spawner) -> None:
     demo = bool(os.environ.get("SHARDBOX_DEMO"))
-    node = Node(config=config, name=name, folder=folder, secret=secret, spawner=spawner, demo=demo)
+    node = Node(config=config, name=name, folder=folder, keys=keys, spawner=spawner, demo=demo)
     loop = asyncio.get_running_loop()
 
     def on_signal() -> None:
@@ -6934,7 +7084,12 @@ def cmd_nodes(config: Config, name: str, as_json: bool) -> int:
     """Who was found, and what is wrong with those who do not take part."""
     reply = ask_node(config, name, "GET", "/nodes")
     views = [from_json(PeerView, item, "nodes") for item in reply["nodes"]]
-    print(json.dumps(reply, indent=2) if as_json else peers_table(views))
+    if as_json:
+        print(json.dumps(reply, indent=2))
+        return 0
+    known = [from_json(NodeFacts, item, "facts") for item in reply["facts"]]
+    keys = table(("NODE", "KEY, as [[nodes]] may pin it"), [(facts.name, facts.key) for facts in known])
+    print(peers_table(views), keys, sep="\n\n")
     return 0
 
 
@@ -7084,7 +7239,7 @@ async def reach_outward(config: Config, facts: NodeFacts, secret: str) -> dict[s
     def refuse(peer: str, service: str) -> typing.NoReturn:
         raise MeshError("this node is not up", kind="refused")
 
-    mesh = Mesh(keys=mesh_keys(secret, cluster, facts.name), open_service=refuse)
+    mesh = Mesh(keys=own_keys(config, facts.name, secret), open_service=refuse)
     with ThreadPoolExecutor(max_workers=16) as pool:
         pairs = await reach_all(config, facts.name, hints, mesh, pool)
     mesh.close()

@@ -718,6 +718,12 @@ def test_member_plan_that_cannot_be_is_409(node: Node, change: dict[str, Any], w
     assert words in json.loads(answer)["error"]["what"]
 
 
+def test_nodes_shows_the_key_that_others_may_pin(node: Node) -> None:
+    key = shardbox.node_key(os.path.join(os.path.dirname(node.control), "node.key"))
+    public = shardbox.mesh_keys(SECRET, node.cluster, "alpha", key=key).public
+    assert re.search(rf"(?m)^alpha +{public}$", node.command("nodes").stdout)
+
+
 # --- after all that ---
 
 

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import hmac
 import os
+import pathlib
 import queue
+import re
 import select
 import socket
 import ssl
@@ -35,6 +38,7 @@ HELLO = b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03" + b"\0" * 500  # the sta
 @pytest.fixture(scope="session")
 def keys() -> dict[str, MeshKeys]:
     members = {name: mesh_keys(SECRET, "attic", name) for name in ("alpha", "beta")}
+    members |= {f"{name} off": dataclasses.replace(members[name], encryption="off") for name in ("alpha", "beta")}
     return {**members, "stranger": mesh_keys(SECRET + "!", "attic", "beta"), "cellar": mesh_keys(SECRET, "cellar", "b")}
 
 
@@ -117,11 +121,16 @@ class Path:
             closing.close()
 
 
-@pytest.fixture
-def path(near: Mesh, far: Far) -> Iterator[Path]:
+@pytest.fixture(params=["sealed", "spliced", "copied"])
+def path(request: pytest.FixtureRequest, keys: dict[str, MeshKeys], monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    if request.param == "copied":  # as where there is no splice(2)
+        monkeypatch.delattr(os, "splice")
+    off = "" if request.param == "sealed" else " off"
+    far, near = Far(keys["beta" + off]), Mesh(keys=keys["alpha" + off], open_service=nothing)
     made = Path(near, far)
     yield made
     made.close()
+    far.mesh.close()
 
 
 def read_exactly(sock: socket.socket, size: int | None = None) -> bytes:
@@ -270,6 +279,35 @@ def test_probe_tells_the_name_and_connect_gives_a_plain_socket(near: Mesh, far: 
     engine.close()
 
 
+def overheard(near: Mesh, far: Far, service: str, said: bytes) -> bytes:
+    """What goes over the cable while `said` is sent to a service."""
+    heard = bytearray()
+
+    def listen(piece: bytes) -> bytes:
+        heard.extend(piece)
+        return piece
+
+    middle = Middle(far.port, listen)
+    middle.armed.set()
+    with near.connect(HERE, middle.listener.getsockname()[1], "beta", service, 5) as talk, far.engine() as engine:
+        talk.sendall(said)
+        assert read_exactly(engine, len(said)) == said
+    middle.thread.join(PATIENCE_S)
+    return bytes(heard)
+
+
+@pytest.mark.parametrize(("off", "service"), [("", "data/m/1/0/1"), (" off", "data/m/1/0/1"), (" off", "control")])
+def test_only_data_of_an_unencrypted_cluster_is_readable_on_the_cable(
+    keys: dict[str, MeshKeys], off: str, service: str
+) -> None:
+    far, near = Far(keys["beta" + off]), Mesh(keys=keys["alpha" + off], open_service=nothing)
+    heard = overheard(near, far, service, b"tell nobody")
+    assert (b"tell nobody" in heard) is (off != "" and service != "control")
+    assert b"alpha" not in heard and b"random" not in heard  # the prefaces
+    near.close()
+    far.mesh.close()
+
+
 # ---- what it refuses ----
 
 
@@ -279,6 +317,7 @@ def test_probe_tells_the_name_and_connect_gives_a_plain_socket(near: Mesh, far: 
         ("stranger", "beta", "control", "wrong_secret", "secret"),
         ("cellar", "beta", "control", "wrong_secret", "cluster name"),
         ("alpha", "gamma", "control", "wrong_name", "the node there is beta"),  # relayed to another node
+        ("alpha off", "beta", "control", "encryption", "this node has encryption = \"on\", the caller 'off'"),
         ("alpha", "beta", "old/m/7", "refused", "generation 7 is over"),
         ("alpha", "beta", "down/x", "refused", "cannot open it: .*refused"),
     ],
@@ -401,6 +440,101 @@ def test_nobody_or_a_silent_listener_is_unreachable_in_time(near: Mesh) -> None:
                 near.dial(HERE, port, "beta", "control", 0.3)
             assert caught.value.kind == "unreachable"
             assert time.monotonic() - started < 5
+
+
+NEW, CHANGING, OLD = "new", "changing", "old"
+
+
+@pytest.fixture(scope="module")
+def generations() -> dict[str, dict[str, MeshKeys]]:
+    """Stage of a change of secret -> node -> keys."""
+    new, old = SECRET + " of today", SECRET + " of yesterday"
+    stages = {NEW: (new, ""), CHANGING: (new, old), OLD: (old, "")}
+    return {
+        stage: {name: mesh_keys(secret, "attic", name, old_secret=older) for name in ("alpha", "beta")}
+        for stage, (secret, older) in stages.items()
+    }
+
+
+@pytest.mark.parametrize("server", [NEW, CHANGING, OLD])
+@pytest.mark.parametrize("caller", [NEW, CHANGING, OLD])
+def test_nodes_meet_during_a_change_of_secret(
+    generations: dict[str, dict[str, MeshKeys]], caller: str, server: str
+) -> None:
+    near, far = Mesh(keys=generations[caller]["alpha"], open_service=nothing), Far(generations[server]["beta"])
+    if {caller, server} == {NEW, OLD}:
+        with pytest.raises(MeshError) as caught:
+            near.probe(HERE, far.port, 5)
+        assert caught.value.kind == "wrong_secret"
+    else:
+        assert near.probe(HERE, far.port, 5) == "beta"
+    far.mesh.close()
+
+
+def test_short_old_secret_is_refused() -> None:
+    with pytest.raises(MeshError):
+        mesh_keys(SECRET, "attic", "alpha", old_secret="hunter2hunter2")
+
+
+@pytest.mark.parametrize("posing", ["", "caller", "server"])
+@pytest.mark.parametrize("name", ["beta", "BETA"])
+def test_pinned_name_belongs_to_the_one_with_the_key(keys: dict[str, MeshKeys], posing: str, name: str) -> None:
+    """`beta` is pinned by both; who poses as it is a member with the right secret and another key."""
+    beta = keys["beta"]
+    impostor = dataclasses.replace(mesh_keys(SECRET, "attic", "beta"), node=name)
+    pins = {"beta": beta.public}
+    alpha = dataclasses.replace(keys["alpha"], pins=pins)
+    server = impostor if posing == "server" else alpha if posing == "caller" else dataclasses.replace(beta, pins=pins)
+    caller = impostor if posing == "caller" else alpha
+    far, near = Far(server), Mesh(keys=caller, open_service=nothing)
+    if posing:
+        for call in (
+            lambda: near.dial(HERE, far.port, server.node, "control", 5),
+            lambda: near.probe(HERE, far.port, 5),
+        ):
+            with pytest.raises(MeshError, match="pins another key for") as caught:
+                call()
+            assert caught.value.kind == "wrong_key"
+        if posing == "caller":
+            eventually(lambda: far.mesh.refusals == {"wrong_key": 2})
+            assert far.accepted.empty()
+        else:
+            far.engine().close()
+    else:
+        near.dial(HERE, far.port, "beta", "control", 5).close()
+        far.engine().close()
+        assert near.probe(HERE, far.port, 5) == "beta"
+    near.close()
+    far.mesh.close()
+
+
+def test_node_with_another_key_than_its_own_pin_does_not_start(keys: dict[str, MeshKeys]) -> None:
+    with pytest.raises(MeshError, match="pins another key for alpha") as caught:
+        mesh_keys(SECRET, "attic", "alpha", pins={"alpha": keys["beta"].public})
+    assert caught.value.kind == "wrong_key"
+
+
+def test_node_key_is_made_once_for_its_owner_alone(tmp_path: pathlib.Path) -> None:
+    path = tmp_path / "node.key"
+    first, again = mesh.node_key(str(path)), mesh.node_key(str(path))
+    assert first.private_bytes_raw() == again.private_bytes_raw() == path.read_bytes()
+    assert path.stat().st_mode & 0o777 == 0o600
+    assert os.listdir(tmp_path) == ["node.key"]
+    keys = mesh_keys(SECRET, "attic", "alpha", key=first)
+    assert re.fullmatch("[A-Za-z0-9_-]{43}", keys.public)
+    assert first.private_bytes_raw().hex() not in repr(keys)
+
+
+@pytest.mark.parametrize(
+    ("content", "mode"), [(b"", 0o600), (b"x" * 31, 0o600), (b"x" * 33, 0o600), (b"x" * 32, 0o640)]
+)
+def test_node_key_that_will_not_do_is_refused(tmp_path: pathlib.Path, content: bytes, mode: int) -> None:
+    path = tmp_path / "node.key"
+    path.write_bytes(content)
+    path.chmod(mode)
+    with pytest.raises(MeshError) as caught:
+        mesh.node_key(str(path))
+    assert caught.value.where == str(path)
 
 
 def test_short_secret_is_refused_without_showing_it() -> None:

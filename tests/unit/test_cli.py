@@ -516,6 +516,15 @@ def test_secret_file_that_is_not_there_says_how_to_make_it(run: Any, tmp_path: P
     assert "hint: make one with `shardbox secret > the.secret`" in said.err
 
 
+def test_old_secret_file_that_is_not_there_is_named(run: Any, tmp_path: Path) -> None:
+    lines = f'[cluster]\nsecret = "{SECRET}"\nold_secret_file = "old.secret"\ndiscovery = "static"\n'
+    (tmp_path / "s.toml").write_text(lines + '[[nodes]]\nname = "alpha"\naddress = "127.0.0.1"\n', encoding="utf-8")
+    said = run("check", "--config", "s.toml", "--node", "alpha")
+    assert said.code == 2
+    assert said.err.startswith("cluster.old_secret_file: ")
+    assert "hint: leave it out once every box has the new secret" in said.err
+
+
 # --- which node this is ---
 
 

@@ -127,6 +127,9 @@ VALUES: list[Case] = [
     one("address-port", NODE + 'address = "10.0.0.1:80"\n', ":5: nodes[0].address: must", "without a port"),
     one("bind", OK + '[api]\nbind = ""\n', ":4: api.bind: must be an IPv4 address or a host name", "got ''"),
     one("cidr", OK + 'interfaces = ["eth0", "10.0.0.0/33"]\n', ":3: cluster.interfaces[1]: must be an interface"),
+    one("encryption", OK + 'encryption = "no"\n', ':3: cluster.encryption: must be "on" or "off"', "got 'no'"),
+    one("key", NODE + 'key = "short"\n', ":5: nodes[0].key: must be the 43 characters that", "got 'short'"),
+    one("old-secret-file", OK + f'old_secret_file = ["{SECRET}"]\n', ":3: cluster.old_secret_file: must be one line"),
     one("secret-short", '[cluster]\nsecret = "hunter2"\n', ":2: cluster.secret: must be 20 characters or more"),
     one("secret-number", "[cluster]\nsecret = 8675309\n", ":2: cluster.secret: must be 20 char", "got a number"),
 ]
@@ -284,6 +287,12 @@ def test_node_engine_and_ports_are_merged_over_the_cluster() -> None:
     )  # fmt: skip
     assert alpha == NodeConfig(name="alpha", engine=config.engine, ports=config.ports)
     assert config.engine.env == {"A": "1", "B": "2"}
+
+
+def test_hash_does_not_depend_on_the_old_secret() -> None:
+    """The boxes change one after the other, and none is out meanwhile."""
+    assert parse(OK + 'old_secret_file = "s2"\n').hash == parse(OK).hash
+    assert parse(OK + 'encryption = "off"\n').hash != parse(OK).hash
 
 
 def test_model_values_arrive() -> None:
