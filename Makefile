@@ -29,11 +29,11 @@ check: lint types ## lint, types, tests
 unit: venv ## only the quick tests of the pure parts
 	$(BIN)/pytest $(TEST_ARGS) tests/unit
 
-lint: venv
+lint: venv ## rules and format
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 
-types: venv
+types: venv ## mypy, strict
 	$(BIN)/mypy shardbox.py tests tools
 
 fmt: venv ## format the code
