@@ -1736,42 +1736,17 @@ def wire_rank(
     signal = ports.signal + PORT_BLOCK * plan.block
     mine = plan.ranks[rank]
     http = data + HTTP_OFFSET if rank == 0 else 0
-    args = ["-m", path, "-t", str(mine.threads), "-ngl", str(mine.gpu_layers)]
+    flags: dict[str, object] = {"-m": path, "-t": mine.threads, "-ngl": mine.gpu_layers}
     if rank == 0:
-        args += [
-            "-c",
-            str(plan.context),
-            "-np",
-            str(model.slots),
-            "-a",
-            model.name,
-            "--host",
-            "127.0.0.1",
-            "--port",
-            str(http),
-            "--no-context-shift",
-            "--metrics",
-        ]
-        args += ["--embeddings"] if model.embeddings else []
-        args += ["--cont-batching"] if model.slots > 1 else []
+        flags |= {"-c": plan.context, "-np": model.slots, "-a": model.name, "--host": "127.0.0.1", "--port": http}
+        switches = {"--no-context-shift": True, "--metrics": True, "--embeddings": model.embeddings}
+        switches["--cont-batching"] = model.slots > 1
+        flags |= {switch: None for switch, wanted in switches.items() if wanted}
     if plan.world > 1:
-        windows = ",".join(str(other.window) for other in plan.ranks)
-        args += [
-            "--world",
-            str(plan.world),
-            "--rank",
-            str(rank),
-            "--master",
-            "127.0.0.1",
-            "--next",
-            "127.0.0.1",
-            "--data-port",
-            str(data),
-            "--signal-port",
-            str(signal),
-            "-lw",
-            windows,
-        ]
+        flags |= {"--world": plan.world, "--rank": rank, "--master": "127.0.0.1", "--next": "127.0.0.1"}
+        flags |= {"--data-port": data, "--signal-port": signal}
+        flags["-lw"] = ",".join(str(other.window) for other in plan.ranks)
+    args = [str(word) for pair in flags.items() for word in pair if word is not None]
     routes = tuple(
         Route(kind=kind, rank=other.rank, node=other.node, port=base + other.rank)
         for other in plan.ranks
@@ -1820,7 +1795,7 @@ def engine_environment(base: Mapping[str, str], engine: EngineConfig, extra: Map
 PREPARE_TIMEOUT_S = 20.0  # bounds asking every rank for a lease; nothing is loaded yet
 PROBE_TIMEOUT_S = 120.0  # bounds the one-token answer that makes a ring ready
 LOAD_BASE_S, LOAD_BYTES_PER_S = 120.0, 40e6  # start deadline: a slow disk reads 40 MB/s
-BACKOFF_BASE_S, BACKOFF_CAP_S = 1.0, 60.0  # pause before a ring forms again, doubled at each failure
+BACKOFF_BASE_S, BACKOFF_CAP_S = 1.0, 16.0  # pause before a ring forms again, doubled at each failure
 QUICK_FAILURES = 6  # this many in a row, and the model is `failed` until an operator starts it
 STEADY_S = 120.0  # a ring that served this long has proved itself: failures count from zero again
 RESTART_MEMORY_S = 900.0  # how long `status` warns of a restart
