@@ -2029,6 +2029,7 @@ class RankView:
     pid: int = 0
     isolated: bool = False
     isolation_problem: str = ""
+    open_ports: tuple[int, ...] = ()  # of an engine that is not closed in
     cpu_s: float = 0.0
     read_bytes: int = 0
     rss_bytes: int = 0
@@ -4546,6 +4547,7 @@ TERM_S = 2.0  # from SIGTERM to SIGKILL
 STALL_S = 30.0  # a request in flight, nothing moves and nobody computes for so long: the ring hangs
 WIRE_GRACE_S = 0.5  # from a broken wire to the alarm: the engine whose end broke it can say more
 WATCH_S = 1.0  # between two looks at a ring's ranks
+KNOCK_S = 5.0  # between two tries to reach engines that are not closed in, and for each of them
 TWIN_HINT = "give this one another name: --node NAME, SHARDBOX_NODE or its hostname"
 Target = tuple[str, str, int]  # node, address, port
 
@@ -4634,6 +4636,7 @@ class PeerState:
     wall: float = 0.0
     desired: dict[str, tuple[Any, ...]] = dataclasses.field(default_factory=dict)  # see Node.desired
     models: tuple[ModelView, ...] = ()
+    reached: dict[str, tuple[int, ...]] = dataclasses.field(default_factory=dict)  # see Node.reached
 
 
 @dataclass(slots=True, kw_only=True)
@@ -4645,6 +4648,7 @@ class Peer:
     facts: NodeFacts | None = None
     facts_digest: str = ""
     models: tuple[ModelView, ...] = ()
+    reached: dict[str, tuple[int, ...]] = dataclasses.field(default_factory=dict)  # from there: see Node.reached
     target: Target | None = None
     source: str = ""
     rtt_ms: float = 0.0
@@ -4795,7 +4799,7 @@ class Peers:
             return  # an older start of the same node, late
         rtt_ms = (now - started) * 1000
         peer.rtt_ms = rtt_ms if not peer.rtt_ms else min(rtt_ms, 0.8 * peer.rtt_ms + 0.2 * rtt_ms)
-        peer.facts, peer.facts_digest, peer.models = facts, state.digest, state.models
+        peer.facts, peer.facts_digest, peer.models, peer.reached = facts, state.digest, state.models, state.reached
         peer.target, peer.source = (peer.name, hint.address, hint.port), hint.source
         peer.last_seen, peer.problem = now, ""
         peer.wall_skew_s = state.wall - time.time() if state.wall else 0.0
@@ -4859,6 +4863,14 @@ class RankRun:
     def works(self) -> bool:
         """Whether its engine is expected to run."""
         return self.phase in ("starting", "bound")
+
+    @property
+    def open_ports(self) -> tuple[int, ...]:
+        """What the engine listens on, where it is not closed in."""
+        if self.engine is None or self.engine.isolated or self.exited.is_set():
+            return ()
+        ports = (self.wiring.data_port, self.wiring.signal_port, self.wiring.http_port)
+        return tuple(port for port in ports if port)
 
     def close(self) -> None:
         """Give back what it holds of the system; blocks."""
@@ -5429,6 +5441,7 @@ class Node:
         self.host = RankHost(box, spawner, self.peers, self._on_trouble)
         self.rings = Rings(box, self.host, self.peers, self._tell_news)
         self.control: Any = None  # makes a protocol for a peer's connection; set by start_services()
+        self.reached: dict[str, tuple[int, ...]] = {}  # node -> ports of its engines that anybody could reach from here
         self.callers: dict[int, str] = {}  # descriptor of a mesh connection's local end -> who is there
         self._formed: set[str] = set()  # models that were served while this node was up
         self._plans: dict[str, ModelPlan | PlanError] = {}
@@ -5504,6 +5517,39 @@ class Node:
         """Dial every known and declared node, afresh."""
         hints = [hint for peer in self.peers.known.values() for hint in peer.hints.values()]
         return await reach_all(self.box.config, self.box.name, hints, self.mesh, self.box.pool)
+
+    async def knock(self) -> None:
+        """Try, as a stranger would, what engines of other boxes listen on that are not closed in."""
+        views = [view for ranks in self.rings.ranks.values() for view in ranks.values()]
+        views += [view for peer in self.peers.live() for model in peer.models for view in model.ranks]
+        doors = sorted({(view.node, port) for view in views for port in view.open_ports})
+
+        async def is_open(node: str, port: int) -> bool:
+            try:
+                address = self.peers.target(node)[1]
+                with await self.box.in_thread(socket.create_connection, (address, port), KNOCK_S) as sock:
+                    return bool(sock.getsockname()[0] != sock.getpeername()[0])  # else it is on this very box
+            except (OSError, MeshError):
+                return False
+
+        opened = await asyncio.gather(*(is_open(*door) for door in doors))
+        found = [door for door, is_reached in zip(doors, opened, strict=True) if is_reached]
+        self.reached = {
+            node: tuple(port for _, port in ports) for node, ports in itertools.groupby(found, lambda d: d[0])
+        }
+
+    def exposures(self) -> list[str]:
+        """Which engines can be reached from outside, and from where."""
+        told = {peer.name: peer.reached for peer in self.peers.live()} | {self.box.name: self.reached}
+        ports: dict[str, set[int]] = {}
+        for reached in told.values():
+            for node, some in reached.items():
+                ports.setdefault(node, set()).update(some)
+        return [
+            f"engine ports {', '.join(map(str, sorted(some)))} of {node} can be reached from "
+            f"{', '.join(sorted(name for name in told if told[name].get(node)))}: anybody there can corrupt answers"
+            for node, some in sorted(ports.items())
+        ]
 
     # --- rings ---------------------------------------------------------------------------------------
 
@@ -5632,7 +5678,12 @@ class Node:
                 raise UsageError(what, where="ports.mesh", hint=port_owner_hint(port)) from None
         services = await open_services(self)
         self.peers.refresh()
-        loops = [self._tick_loop, self._survey_loop, *([self._announce_loop] if cluster.discovery == "mdns" else [])]
+        loops = [
+            self._tick_loop,
+            self._survey_loop,
+            self._knock_loop,
+            *([self._announce_loop] if cluster.discovery == "mdns" else []),
+        ]
         tasks = [keep_task(self.box.tasks, loop()) for loop in loops]
         for task in tasks:
             task.add_done_callback(self._on_loop_end)
@@ -5671,6 +5722,11 @@ class Node:
         while True:
             self.box.facts = await self.box.in_thread(self.surveyor.survey, own_bytes=self.host.anon_bytes())
             await asyncio.sleep(2.0)
+
+    async def _knock_loop(self) -> None:
+        while True:
+            await self.knock()
+            await asyncio.sleep(KNOCK_S)
 
     async def _announce_loop(self) -> None:
         """Keep the adverts true: again when addresses change, or after multicast failed."""
@@ -5778,6 +5834,7 @@ def snapshot(node: Node) -> Snapshot:
         *node.warnings.values(),
         *([f"shardbox.toml differs on {', '.join(differing)}"] if differing else []),
         *(f"the engine's ports are open on {text}" for text in opened),
+        *node.exposures(),
     ]
     return Snapshot(
         cluster=box.config.cluster.name,
@@ -5961,6 +6018,7 @@ class PeerService:
             wall=time.time(),
             desired=dict(node.desired),
             models=tuple(model_view(node, model.name) for model in node.box.config.models),
+            reached=dict(node.reached),
         )
 
     async def rank(self, verb: str, request: web.Request) -> Any:
@@ -6092,6 +6150,7 @@ class OwnerService:
         """What `check` needs of the cluster: every pair dialled in both directions."""
         node = self._node
         reaches = await node.reach_all()
+        await node.knock()
         for peer in node.peers.live():
             try:
                 reply = await node.peers.call(peer.name, "GET", "/peer/pairs", None, 4 * CALL_TIMEOUT_S)
@@ -6099,7 +6158,7 @@ class OwnerService:
             except ShardboxError as error:
                 reaches.append(Reach(source=peer.name, target="-", address="-", problem=error.what, hint=error.hint))
         skew_s = {peer.name: peer.wall_skew_s for peer in node.peers.live()}
-        body = {"pairs": reaches, "facts": node.all_facts(), "clock_skew_s": skew_s}
+        body = {"pairs": reaches, "facts": node.all_facts(), "clock_skew_s": skew_s, "exposures": node.exposures()}
         return {**body, "discovery": node.discovery.problem}
 
 
@@ -7225,6 +7284,8 @@ def check_pairs(config: Config, reply: dict[str, Any]) -> list[dict[str, str]]:
             found.append(finding(label, problem, good, hint=hint))
     for name, skew in reply["clock_skew_s"].items():
         found.append(finding(f"clock of {name}: {skew:+.1f} s (nothing depends on it)", ""))
+    hint = "let engines be closed in ([engine] isolate), or close these ports in that box's firewall"
+    found += [finding("", text, hint=hint, level="warn") for text in reply["exposures"]]
     if reply["discovery"]:
         found.append(finding("", reply["discovery"], hint="give each node an `address`", level="warn"))
     return found
@@ -7253,7 +7314,8 @@ async def reach_outward(config: Config, facts: NodeFacts, secret: str) -> dict[s
     with ThreadPoolExecutor(max_workers=16) as pool:
         pairs = await reach_all(config, facts.name, hints, mesh, pool)
     mesh.close()
-    return {"pairs": to_json(pairs), "facts": [to_json(facts)], "clock_skew_s": {}, "discovery": problem}
+    found = {"pairs": to_json(pairs), "facts": [to_json(facts)], "discovery": problem}
+    return {**found, "clock_skew_s": {}, "exposures": []}
 
 
 def cmd_secret() -> int:
