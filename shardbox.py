@@ -155,8 +155,8 @@ class PlanError(ShardboxError):
 class MeshError(ShardboxError):
     """A mesh connection could not be made; `kind` says why in one word.
 
-    Kinds: unreachable, wrong_secret, wrong_name, refused, protocol, encryption (on here, off there),
-    wrong_key (not the one pinned for that name), busy, twin (another box has that name).
+    Kinds: unreachable, wrong_secret, wrong_name, refused, old_generation, protocol, encryption
+    (on here, off there), wrong_key (not the one pinned for that name), busy, twin (another box has that name).
     """
 
     def __init__(self, what: str, *, kind: str = "unreachable", where: str = "", hint: str = "") -> None:
@@ -2063,6 +2063,7 @@ class RankView:
     pid: int = 0
     isolated: bool = False
     isolation_problem: str = ""
+    open_ports: tuple[int, ...] = ()  # of an engine that is not closed in
     cpu_s: float = 0.0
     read_bytes: int = 0
     rss_bytes: int = 0
@@ -2128,6 +2129,7 @@ class Snapshot:
     warnings: tuple[str, ...]
     exits: tuple[str, ...]  # last engine exits with their diagnosis, newest first
     refusals: dict[str, int] = dataclasses.field(default_factory=dict)
+    last_refused: dict[str, str] = dataclasses.field(default_factory=dict)  # kind -> who it was
 
 
 # --- diagnosis: an engine's end in one sentence (pure) ------------------------------------------------
@@ -2799,6 +2801,15 @@ def state_folder(cluster: str, node: str) -> str:
 def control_path(folder: str) -> str:
     """The owner's control socket."""
     return os.path.join(folder, "control.sock")
+
+
+def peer_uid(sock: socket.socket) -> int | None:
+    """The user at the other end of a UNIX socket, as the kernel saw it connect or listen; None where not told."""
+    if sys.platform == "darwin":  # LOCAL_PEERCRED of SOL_LOCAL gives a struct xucred (sys/ucred.h): version, uid, ...
+        return int(struct.unpack_from("=iI", sock.getsockopt(0, 1, 76))[1])
+    if sys.platform == "linux":
+        return int(struct.unpack("=iII", sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))[1])
+    return None
 
 
 @contextlib.contextmanager
@@ -3495,7 +3506,7 @@ class Mesh(_Station):
         """
         super().__init__(self._serve, _wake)
         self.refusals: Counter[str] = Counter()
-        self.last_refused: dict[str, str] = {}  # kind -> address
+        self.last_refused: dict[str, str] = {}  # kind -> who it was
         self._keys, self._open_service = keys, open_service
         self._handshake_deadline_s, self._dead_peer_s = handshake_deadline_s, dead_peer_s
 
@@ -3526,9 +3537,13 @@ class Mesh(_Station):
             kind = "busy"
         sock.close()
         if kind:
-            with self._lock:
-                self.refusals[kind] += 1
-                self.last_refused[kind] = address
+            self.refuse(kind, address)
+
+    def refuse(self, kind: str, who: str) -> None:
+        """Count it for `status`, which names them all."""
+        with self._lock:
+            self.refusals[kind] += 1
+            self.last_refused[kind] = who
 
     def _answer(self, tls: ssl.SSLSocket, deadline: float) -> str:
         """Open what a proven peer asks for and start pumping; "" or the kind of refusal. Raises OSError."""
@@ -3541,7 +3556,7 @@ class Mesh(_Station):
             try:
                 local, stats = self._open_service(peer, service)
             except (ShardboxError, OSError) as error:
-                kind = "refused"
+                kind = "old_generation" if getattr(error, "kind", "") == "old_generation" else "refused"
                 reason = error.what if isinstance(error, ShardboxError) else f"cannot open it: {error}"
         try:
             answered = _say(tls, deadline, node=self._keys.node, kind=kind, reason=reason[:500])
@@ -4574,6 +4589,7 @@ TERM_S = 2.0  # from SIGTERM to SIGKILL
 STALL_S = 30.0  # a request in flight, nothing moves and nobody computes for so long: the ring hangs
 WIRE_GRACE_S = 0.5  # from a broken wire to the alarm: the engine whose end broke it can say more
 WATCH_S = 1.0  # between two looks at a ring's ranks
+KNOCK_S = 5.0  # between two tries to reach engines that are not closed in, and for each of them
 TWIN_HINT = "give this one another name: --node NAME, SHARDBOX_NODE or its hostname"
 Target = tuple[str, str, int]  # node, address, port
 
@@ -4662,6 +4678,7 @@ class PeerState:
     wall: float = 0.0
     desired: dict[str, tuple[Any, ...]] = dataclasses.field(default_factory=dict)  # see Node.desired
     models: tuple[ModelView, ...] = ()
+    reached: dict[str, tuple[int, ...]] = dataclasses.field(default_factory=dict)  # see Node.reached
 
 
 @dataclass(slots=True, kw_only=True)
@@ -4673,6 +4690,7 @@ class Peer:
     facts: NodeFacts | None = None
     facts_digest: str = ""
     models: tuple[ModelView, ...] = ()
+    reached: dict[str, tuple[int, ...]] = dataclasses.field(default_factory=dict)  # from there: see Node.reached
     target: Target | None = None
     source: str = ""
     rtt_ms: float = 0.0
@@ -4825,7 +4843,7 @@ class Peers:
             return  # an older start of the same node, late
         rtt_ms = (now - started) * 1000
         peer.rtt_ms = rtt_ms if not peer.rtt_ms else min(rtt_ms, 0.8 * peer.rtt_ms + 0.2 * rtt_ms)
-        peer.facts, peer.facts_digest, peer.models = facts, state.digest, state.models
+        peer.facts, peer.facts_digest, peer.models, peer.reached = facts, state.digest, state.models, state.reached
         peer.target, peer.source = (peer.name, hint.address, hint.port), hint.source
         peer.last_seen, peer.problem = now, ""
         peer.wall_skew_s = state.wall - time.time() if state.wall else 0.0
@@ -4889,6 +4907,14 @@ class RankRun:
     def works(self) -> bool:
         """Whether its engine is expected to run."""
         return self.phase in ("starting", "bound")
+
+    @property
+    def open_ports(self) -> tuple[int, ...]:
+        """What the engine listens on, where it is not closed in."""
+        if self.engine is None or self.engine.isolated or self.exited.is_set():
+            return ()
+        ports = (self.wiring.data_port, self.wiring.signal_port, self.wiring.http_port)
+        return tuple(port for port in ports if port)
 
     def close(self) -> None:
         """Give back what it holds of the system; blocks."""
@@ -5117,7 +5143,7 @@ class RankHost:
         kind, generation, source, target = parts[1], parts[3], int(parts[4]), int(parts[5])
         run = self.runs.get(urllib.parse.unquote(parts[2]))
         if run is None or run.lease.generation != generation or run.engine is None or run.exited.is_set():
-            raise MeshError("no rank under this generation", kind="refused")
+            raise MeshError("no rank under this generation", kind="old_generation")
         if target != run.rank or source >= run.plan.world or run.plan.ranks[source].node != peer:
             raise MeshError("not a wire of this ring", kind="refused")
         port = run.wiring.data_port if kind == "data" else run.wiring.signal_port
@@ -5460,6 +5486,7 @@ class Node:
         self.host = RankHost(box, spawner, self.peers, self._on_trouble)
         self.rings = Rings(box, self.host, self.peers, self._tell_news)
         self.control: Any = None  # makes a protocol for a peer's connection; set by start_services()
+        self.reached: dict[str, tuple[int, ...]] = {}  # node -> ports of its engines that anybody could reach from here
         self.callers: dict[int, str] = {}  # descriptor of a mesh connection's local end -> who is there
         self.formed: set[str] = set()  # models that were served while this node was up
         self._plans: dict[str, ModelPlan | PlanError] = {}
@@ -5535,6 +5562,39 @@ class Node:
         """Dial every known and declared node, afresh."""
         hints = [hint for peer in self.peers.known.values() for hint in peer.hints.values()]
         return await reach_all(self.box.config, self.box.name, hints, self.mesh, self.box.pool)
+
+    async def knock(self) -> None:
+        """Try, as a stranger would, what engines of other boxes listen on that are not closed in."""
+        views = [view for ranks in self.rings.ranks.values() for view in ranks.values()]
+        views += [view for peer in self.peers.live() for model in peer.models for view in model.ranks]
+        doors = sorted({(view.node, port) for view in views for port in view.open_ports})
+
+        async def is_open(node: str, port: int) -> bool:
+            try:
+                address = self.peers.target(node)[1]
+                with await self.box.in_thread(socket.create_connection, (address, port), KNOCK_S) as sock:
+                    return bool(sock.getsockname()[0] != sock.getpeername()[0])  # else it is on this very box
+            except (OSError, MeshError):
+                return False
+
+        opened = await asyncio.gather(*(is_open(*door) for door in doors))
+        found = [door for door, is_reached in zip(doors, opened, strict=True) if is_reached]
+        self.reached = {
+            node: tuple(port for _, port in ports) for node, ports in itertools.groupby(found, lambda d: d[0])
+        }
+
+    def exposures(self) -> list[str]:
+        """Which engines can be reached from outside, and from where."""
+        told = {peer.name: peer.reached for peer in self.peers.live()} | {self.box.name: self.reached}
+        ports: dict[str, set[int]] = {}
+        for reached in told.values():
+            for node, some in reached.items():
+                ports.setdefault(node, set()).update(some)
+        return [
+            f"engine ports {', '.join(map(str, sorted(some)))} of {node} can be reached from "
+            f"{', '.join(sorted(name for name in told if told[name].get(node)))}: anybody there can corrupt answers"
+            for node, some in sorted(ports.items())
+        ]
 
     # --- rings ---------------------------------------------------------------------------------------
 
@@ -5663,7 +5723,12 @@ class Node:
                 raise UsageError(what, where="ports.mesh", hint=port_owner_hint(port)) from None
         services = await open_services(self)
         self.peers.refresh()
-        loops = [self._tick_loop, self._survey_loop, *([self._announce_loop] if cluster.discovery == "mdns" else [])]
+        loops = [
+            self._tick_loop,
+            self._survey_loop,
+            self._knock_loop,
+            *([self._announce_loop] if cluster.discovery == "mdns" else []),
+        ]
         tasks = [keep_task(self.box.tasks, loop()) for loop in loops]
         for task in tasks:
             task.add_done_callback(self._on_loop_end)
@@ -5702,6 +5767,11 @@ class Node:
         while True:
             self.box.facts = await self.box.in_thread(self.surveyor.survey, own_bytes=self.host.anon_bytes())
             await asyncio.sleep(2.0)
+
+    async def _knock_loop(self) -> None:
+        while True:
+            await self.knock()
+            await asyncio.sleep(KNOCK_S)
 
     async def _announce_loop(self) -> None:
         """Keep the adverts true: again when addresses change, or after multicast failed."""
@@ -5810,6 +5880,7 @@ def snapshot(node: Node) -> Snapshot:
         *node.warnings.values(),
         *([f"shardbox.toml differs on {', '.join(differing)}"] if differing else []),
         *(f"the engine's ports are open on {text}" for text in opened),
+        *node.exposures(),
     ]
     return Snapshot(
         cluster=box.config.cluster.name,
@@ -5824,6 +5895,7 @@ def snapshot(node: Node) -> Snapshot:
         warnings=tuple(warnings),
         exits=tuple(node.host.exits),
         refusals=dict(node.mesh.refusals),
+        last_refused=dict(node.mesh.last_refused),
     )
 
 
@@ -5898,9 +5970,12 @@ async def open_endpoint(node: Node, gate: Endpoint, runner: web.AppRunner) -> Ca
     return close
 
 
-def service_app(prefix: str, limit: int, gets: Iterable[Asked], posts: Iterable[Asked]) -> web.Application:
-    """Control routes named after their handlers, which return what is sent as JSON; failures: see control_errors."""
-    app = web.Application(client_max_size=limit, middlewares=[web.middleware(control_errors)])
+def service_app(
+    prefix: str, limit: int, gets: Iterable[Asked], posts: Iterable[Asked], *guards: Any
+) -> web.Application:
+    """Control routes named after their handlers, which return what is sent as JSON; failures: see control_errors.
+    `guards` are middlewares in front."""
+    app = web.Application(client_max_size=limit, middlewares=[*guards, web.middleware(control_errors)])
     app.add_routes([web.get(f"{prefix}/{handler.__name__}", answering(handler)) for handler in gets])
     app.add_routes([web.post(f"{prefix}/{handler.__name__}", answering(handler)) for handler in posts])
     return app
@@ -5955,12 +6030,20 @@ class PeerService:
 
     def app(self) -> web.Application:
         """The routes, all under /peer."""
-        posts = (self.trouble, self.news, self.down)
-        app = service_app("/peer", MAX_BODY_BYTES, (self.state, self.bound, self.pairs, self.logs), posts)
+        gets, posts = (self.state, self.bound, self.pairs, self.logs), (self.trouble, self.news, self.down)
+        counting = web.middleware(functools.partial(self.counting))
+        app = service_app("/peer", MAX_BODY_BYTES, gets, posts, counting)
         for verb in ("prepare", "launch", "lease", "release"):
             app.router.add_post(f"/peer/{verb}", answering(functools.partial(self.rank, verb)))
         app.add_routes([web.post(f"/peer/api{path}", self.api) for path in API_PATHS])
         return app
+
+    async def counting(self, request: web.Request, handler: Handler) -> web.StreamResponse:
+        """Orders that were refused are counted for `status`."""
+        reply = await handler(request)
+        if reply.status == 409:
+            self._node.mesh.refuse("order", self._caller(request))
+        return reply
 
     def _caller(self, request: web.Request) -> str:
         assert request.transport is not None
@@ -5982,6 +6065,7 @@ class PeerService:
             wall=time.time(),
             desired=dict(node.desired),
             models=tuple(model_view(node, model.name) for model in node.box.config.models),
+            reached=dict(node.reached),
         )
 
     async def rank(self, verb: str, request: web.Request) -> Any:
@@ -6060,7 +6144,18 @@ class OwnerService:
 
     def app(self) -> web.Application:
         """The routes."""
-        return service_app("", MAX_MESSAGE_BYTES, (self.nodes, self.logs, self.check), (self.down, self.want))
+        guard = web.middleware(functools.partial(self.guard))
+        gets, posts = (self.nodes, self.logs, self.check), (self.down, self.want)
+        return service_app("", MAX_MESSAGE_BYTES, gets, posts, guard)
+
+    async def guard(self, request: web.Request, handler: Handler) -> web.StreamResponse:
+        """The socket's mode keeps other users out; should somebody change it, this does."""
+        uid = peer_uid(request.get_extra_info("socket"))
+        if uid in (None, 0, os.geteuid()):
+            return await handler(request)
+        self._node.mesh.refuse("other_user", f"user {uid}")
+        what, hint = f"user {uid} is neither root nor the owner of this node", "`chmod 600` its control socket"
+        return web.json_response({"error": {"what": what, "hint": hint}}, status=403)
 
     async def down(self, request: web.Request) -> Any:
         """End this node, or with ?all every one that is reached."""
@@ -6104,6 +6199,7 @@ class OwnerService:
         """What `check` needs of the cluster: every pair dialled in both directions."""
         node = self._node
         reaches = await node.reach_all()
+        await node.knock()
         for peer in node.peers.live():
             try:
                 reply = await node.peers.call(peer.name, "GET", "/peer/pairs", None, 4 * CALL_TIMEOUT_S)
@@ -6111,7 +6207,7 @@ class OwnerService:
             except ShardboxError as error:
                 reaches.append(Reach(source=peer.name, target="-", address="-", problem=error.what, hint=error.hint))
         skew_s = {peer.name: peer.wall_skew_s for peer in node.peers.live()}
-        body = {"pairs": reaches, "facts": node.all_facts(), "clock_skew_s": skew_s}
+        body = {"pairs": reaches, "facts": node.all_facts(), "clock_skew_s": skew_s, "exposures": node.exposures()}
         return {**body, "discovery": node.discovery.problem}
 
 
@@ -6758,8 +6854,9 @@ def status_text(snapshot: Snapshot, verbose: bool = True) -> str:
     lines += ["", peers_table(snapshot.peers)]
     if snapshot.exits:
         lines += ["", "last exits, newest first:", *(f"  {text}" for text in snapshot.exits)]
-    if snapshot.refusals:
-        lines.append("refused connections: " + ", ".join(f"{k} {v}" for k, v in sorted(snapshot.refusals.items())))
+    refused = [(kind, n, snapshot.last_refused.get(kind, "-")) for kind, n in sorted(snapshot.refusals.items())]
+    if refused:
+        lines += ["", table(("REFUSED", "TIMES", "LAST"), refused)]
     return "\n".join(lines)
 
 
@@ -6932,10 +7029,7 @@ def read_status(config: Config, name: str, timeout_s: float) -> Snapshot:
 
 def check_status_owner(sock: socket.socket, config: Config) -> None:
     """Anybody can bind an abstract name: believe only root, ourselves, or the configuration's owner."""
-    if not hasattr(socket, "SO_PEERCRED"):
-        return
-    _, uid, _ = struct.unpack("3i", sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
-    if uid not in (0, os.geteuid(), os.stat(config.file).st_uid):
+    if (uid := peer_uid(sock)) not in (None, 0, os.geteuid(), os.stat(config.file).st_uid):
         hint = "run `status` as the user who runs `up`, or give that user the TOML"
         raise UsageError(f"user {uid} answers for this node, who owns neither it nor {config.file}", hint=hint)
 
@@ -7301,6 +7395,8 @@ def check_pairs(config: Config, reply: dict[str, Any]) -> list[dict[str, str]]:
             found.append(finding(label, problem, good, hint=hint))
     for name, skew in reply["clock_skew_s"].items():
         found.append(finding(f"clock of {name}: {skew:+.1f} s (nothing depends on it)", ""))
+    hint = "let engines be closed in ([engine] isolate), or close these ports in that box's firewall"
+    found += [finding("", text, hint=hint, level="warn") for text in reply["exposures"]]
     if reply["discovery"]:
         found.append(finding("", reply["discovery"], hint="give each node an `address`", level="warn"))
     return found
@@ -7329,7 +7425,8 @@ async def reach_outward(config: Config, facts: NodeFacts, secret: str) -> dict[s
     with ThreadPoolExecutor(max_workers=16) as pool:
         pairs = await reach_all(config, facts.name, hints, mesh, pool)
     mesh.close()
-    return {"pairs": to_json(pairs), "facts": [to_json(facts)], "clock_skew_s": {}, "discovery": problem}
+    found = {"pairs": to_json(pairs), "facts": [to_json(facts)], "discovery": problem}
+    return {**found, "clock_skew_s": {}, "exposures": []}
 
 
 def cmd_secret() -> int:

@@ -729,6 +729,28 @@ def test_static_discovery_multicast_blocked_ring_serves(hosts: MakeLan) -> None:
         assert beta.http("POST", CHAT, chat(max_tokens=3)).status == 200
 
 
+def test_engines_not_closed_in_are_reached_from_outside_and_named(hosts: MakeLan) -> None:
+    names = ("alpha", "beta")
+    toml = cluster_toml(names, memory=HALF).replace('"rehearsal"', '"rehearsal"\nisolate = "never"')
+    # the leader's HTTP port is only on its loopback: found closed, not assumed to be
+    wanted = [
+        f"engine ports {port}, {port + 1000} of {node} can be reached from {other}: anybody there can corrupt answers"
+        for node, other, port in (("alpha", "beta", 9000), ("beta", "alpha", 9001))
+    ]
+    with hosts(toml, names) as lan:
+        lan.up(*names)
+        for name in names:
+            lan.hosts[name].wait_status(serves(2), "a ring of 2")
+            lan.hosts[name].wait_status(lambda found: set(wanted) <= {*found.warnings}, "both are told")
+        beta = lan.hosts["beta"]
+        assert all(text in beta.run("status", "--brief").stdout for text in wanted)
+        found = lines_of(beta.run("check"))
+        assert {f"warn  {text}" for text in wanted} <= {*found}
+
+        assert beta.run("stop", "tiny").returncode == 0
+        beta.wait_status(lambda found: not any("can be reached" in text for text in found.warnings), "they are gone")
+
+
 def test_forming_declared_node_missing_503_then_without_it(hosts: MakeLan) -> None:
     with hosts(cluster_toml(memory=HALF, form_wait_s=10, api="hold_s = 1"), MEMBERS) as lan:
         alpha, beta = lan.up("alpha", "beta")
