@@ -15,6 +15,7 @@ from samples import ring_plan
 from shardbox import (
     BACKOFF_BASE_S,
     BACKOFF_CAP_S,
+    COPY_STALL_S,
     LEASE_S,
     LOAD_BASE_S,
     LOAD_BYTES_PER_S,
@@ -34,9 +35,10 @@ from shardbox import (
 )
 
 PLAN = ring_plan(5, 3)
+LACKING = replace(PLAN, ranks=(PLAN.ranks[0], replace(PLAN.ranks[1], copy_bytes=100)))
 EVENTS = (
-    *("tick", "plan", "want", "unwant", "yield", "granted", "refused", "loaded", "answered", "trouble", "lost"),
-    *("leaving", "stopped"),
+    *("tick", "plan", "want", "unwant", "yield", "copied", "provisioned", "granted", "refused", "loaded", "answered"),
+    *("trouble", "lost", "leaving", "stopped"),
 )
 PHASES = tuple(value for name, value in vars(Phase).items() if name.isupper() and isinstance(value, str))
 
@@ -51,8 +53,9 @@ class Driver:
         self.tokens = (f"g{n}" for n in itertools.count(1))
 
     def send(self, kind: str, **more: Any) -> tuple[Effect, ...]:
-        if kind == "plan":
-            more = {"plan": PLAN, "token": next(self.tokens), **more}
+        if kind.startswith("plan"):
+            more = {"plan": PLAN if kind == "plan" else LACKING, "token": next(self.tokens), **more}
+            kind = "plan"
         self.ring, effects = step(self.ring, Event(kind=kind, **more), self.now)
         self.effects += effects
         return effects
@@ -65,6 +68,7 @@ class Driver:
         """The usual way to a phase."""
         ways: dict[str, tuple[str, ...]] = {
             Phase.WAITING: (),
+            Phase.COPYING: ("plan to copy",),
             Phase.PREPARING: ("plan",),
             Phase.LOADING: ("plan", "granted"),
             Phase.PROBING: ("plan", "granted", "loaded"),
@@ -106,6 +110,35 @@ def test_ring_goes_up_one_proof_at_a_time() -> None:
     assert (it.ring.phase, it.ring.served_since, it.ring.deadline) == (Phase.SERVING, it.now, 0.0)
 
 
+def test_ring_with_a_rank_that_lacks_the_model_copies_first() -> None:
+    it = Driver()
+    (effect,) = it.send("plan to copy")
+    assert (effect.kind, effect.plan, it.ring.phase) == ("provision", LACKING, Phase.COPYING)
+    assert it.ring.reason == "beta fetch it"
+    (effect,) = it.send("provisioned")
+    assert (effect.kind, it.ring.phase) == ("prepare", Phase.PREPARING)
+
+
+def test_ring_that_copies_has_a_deadline_that_follows_progress() -> None:
+    it = at(Phase.COPYING)
+    for count in range(5):
+        it.wait(COPY_STALL_S - 1)
+        assert it.ring.phase == Phase.COPYING
+        it.send("copied", reason=f"beta has {count} %")
+        assert it.ring.reason == f"beta has {count} %"
+    it.wait(COPY_STALL_S)
+    assert it.ring.phase == Phase.STOPPING and "the start deadline ran out while copying" in it.ring.last_trouble
+
+
+def test_ring_whose_copies_fail_is_never_given_up() -> None:
+    it = Driver()
+    for _ in range(2 * QUICK_FAILURES):
+        it.wait(BACKOFF_CAP_S * 2)
+        for kind in ("plan to copy", "trouble", "stopped"):
+            it.send(kind, reason="no room")
+    assert it.ring.phase == Phase.BACKOFF
+
+
 def test_ring_without_a_plan_says_what_it_waits_for() -> None:
     it = Driver()
     assert it.send("plan", plan=None, reason="waits for beta") == ()
@@ -116,6 +149,8 @@ ENDS = ("trouble", "refused", "lost", "leaving", "yield", "unwant")
 # What each event does in each phase: the phase after it. What is not here changes nothing at all.
 NEXT = {
     (Phase.WAITING, "plan"): Phase.PREPARING,
+    (Phase.COPYING, "copied"): Phase.COPYING,
+    (Phase.COPYING, "provisioned"): Phase.PREPARING,
     (Phase.PREPARING, "granted"): Phase.LOADING,
     (Phase.LOADING, "loaded"): Phase.PROBING,
     (Phase.PROBING, "answered"): Phase.SERVING,
@@ -349,7 +384,7 @@ def test_want_from_every_phase_leads_to_service(phase: str) -> None:
     it.send("stopped")
     if it.ring.phase == Phase.BACKOFF:
         it.wait(BACKOFF_CAP_S * 2)
-    for kind in ("plan", "granted", "loaded", "answered"):
+    for kind in ("plan", "provisioned", "granted", "loaded", "answered"):
         it.send(kind)
     assert (it.ring.phase, it.ring.wanted) == (Phase.SERVING, True)
 
@@ -431,7 +466,7 @@ class AnySequence(RuleBasedStateMachine):
 
     @rule()
     def go_up(self) -> None:
-        for kind in ("plan", "granted", "loaded", "answered"):
+        for kind in ("plan", "provisioned", "granted", "loaded", "answered"):
             self.send(kind)
 
     @rule(seconds=st.sampled_from((0.5, 1, 15, 60, 130, 1000)))
