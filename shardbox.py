@@ -156,8 +156,8 @@ class PlanError(ShardboxError):
 class MeshError(ShardboxError):
     """A mesh connection could not be made; `kind` says why in one word.
 
-    Kinds: unreachable, wrong_secret, wrong_name, refused, protocol, encryption (on here, off there),
-    wrong_key (not the one pinned for that name), busy, twin (another box has that name).
+    Kinds: unreachable, wrong_secret, wrong_name, refused, old_generation, protocol, encryption
+    (on here, off there), wrong_key (not the one pinned for that name), busy, twin (another box has that name).
     """
 
     def __init__(self, what: str, *, kind: str = "unreachable", where: str = "", hint: str = "") -> None:
@@ -2182,6 +2182,7 @@ class Snapshot:
     exits: tuple[str, ...]  # last engine exits with their diagnosis, newest first
     refusals: dict[str, int] = dataclasses.field(default_factory=dict)
     copies: tuple[CopyView, ...] = ()  # of all nodes
+    last_refused: dict[str, str] = dataclasses.field(default_factory=dict)  # kind -> who it was
 
 
 # --- diagnosis: an engine's end in one sentence (pure) ------------------------------------------------
@@ -2935,6 +2936,15 @@ def control_path(folder: str) -> str:
     return os.path.join(folder, "control.sock")
 
 
+def peer_uid(sock: socket.socket) -> int | None:
+    """The user at the other end of a UNIX socket, as the kernel saw it connect or listen; None where not told."""
+    if sys.platform == "darwin":  # LOCAL_PEERCRED of SOL_LOCAL gives a struct xucred (sys/ucred.h): version, uid, ...
+        return int(struct.unpack_from("=iI", sock.getsockopt(0, 1, 76))[1])
+    if sys.platform == "linux":
+        return int(struct.unpack("=iII", sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))[1])
+    return None
+
+
 @contextlib.contextmanager
 def short_socket_path(path: str) -> Iterator[str]:
     """A name for a UNIX socket's path that fits the kernel's 107 bytes, however deep the folder is."""
@@ -3629,7 +3639,7 @@ class Mesh(_Station):
         """
         super().__init__(self._serve, _wake)
         self.refusals: Counter[str] = Counter()
-        self.last_refused: dict[str, str] = {}  # kind -> address
+        self.last_refused: dict[str, str] = {}  # kind -> who it was
         self._keys, self._open_service = keys, open_service
         self._handshake_deadline_s, self._dead_peer_s = handshake_deadline_s, dead_peer_s
 
@@ -3660,9 +3670,13 @@ class Mesh(_Station):
             kind = "busy"
         sock.close()
         if kind:
-            with self._lock:
-                self.refusals[kind] += 1
-                self.last_refused[kind] = address
+            self.refuse(kind, address)
+
+    def refuse(self, kind: str, who: str) -> None:
+        """Count it for `status`, which names them all."""
+        with self._lock:
+            self.refusals[kind] += 1
+            self.last_refused[kind] = who
 
     def _answer(self, tls: ssl.SSLSocket, deadline: float) -> str:
         """Open what a proven peer asks for and start pumping; "" or the kind of refusal. Raises OSError."""
@@ -3675,7 +3689,7 @@ class Mesh(_Station):
             try:
                 local, stats = self._open_service(peer, service)
             except (ShardboxError, OSError) as error:
-                kind = "refused"
+                kind = "old_generation" if getattr(error, "kind", "") == "old_generation" else "refused"
                 reason = error.what if isinstance(error, ShardboxError) else f"cannot open it: {error}"
         try:
             answered = _say(tls, deadline, node=self._keys.node, kind=kind, reason=reason[:500])
@@ -5883,7 +5897,7 @@ class RankHost:
         kind, generation, source, target = parts[1], parts[3], int(parts[4]), int(parts[5])
         run = self.runs.get(urllib.parse.unquote(parts[2]))
         if run is None or run.lease.generation != generation or run.engine is None or run.exited.is_set():
-            raise MeshError("no rank under this generation", kind="refused")
+            raise MeshError("no rank under this generation", kind="old_generation")
         if target != run.rank or source >= run.plan.world or run.plan.ranks[source].node != peer:
             raise MeshError("not a wire of this ring", kind="refused")
         port = run.wiring.data_port if kind == "data" else run.wiring.signal_port
@@ -6643,6 +6657,7 @@ def snapshot(node: Node) -> Snapshot:
         exits=tuple(node.host.exits),
         refusals=dict(node.mesh.refusals),
         copies=all_copies(node),
+        last_refused=dict(node.mesh.last_refused),
     )
 
 
@@ -6716,9 +6731,12 @@ async def open_endpoint(node: Node, gate: Endpoint, runner: web.AppRunner) -> Ca
     return close
 
 
-def service_app(prefix: str, limit: int, gets: Iterable[Asked], posts: Iterable[Asked]) -> web.Application:
-    """Control routes named after their handlers, which return what is sent as JSON; failures: see control_errors."""
-    app = web.Application(client_max_size=limit, middlewares=[web.middleware(control_errors)])
+def service_app(
+    prefix: str, limit: int, gets: Iterable[Asked], posts: Iterable[Asked], *guards: Any
+) -> web.Application:
+    """Control routes named after their handlers, which return what is sent as JSON; failures: see control_errors.
+    `guards` are middlewares in front."""
+    app = web.Application(client_max_size=limit, middlewares=[*guards, web.middleware(control_errors)])
     app.add_routes([web.get(f"{prefix}/{handler.__name__}", answering(handler)) for handler in gets])
     app.add_routes([web.post(f"{prefix}/{handler.__name__}", answering(handler)) for handler in posts])
     return app
@@ -6773,12 +6791,20 @@ class PeerService:
 
     def app(self) -> web.Application:
         """The routes, all under /peer."""
-        posts = (self.trouble, self.news, self.down)
-        app = service_app("/peer", MAX_BODY_BYTES, (self.state, self.bound, self.pairs, self.logs), posts)
+        gets, posts = (self.state, self.bound, self.pairs, self.logs), (self.trouble, self.news, self.down)
+        counting = web.middleware(functools.partial(self.counting))
+        app = service_app("/peer", MAX_BODY_BYTES, gets, posts, counting)
         for verb in ("fetch", "prepare", "launch", "lease", "release"):
             app.router.add_post(f"/peer/{verb}", answering(functools.partial(self.rank, verb)))
         app.add_routes([web.post(f"/peer/api{path}", self.api) for path in API_PATHS])
         return app
+
+    async def counting(self, request: web.Request, handler: Handler) -> web.StreamResponse:
+        """Orders that were refused are counted for `status`."""
+        reply = await handler(request)
+        if reply.status == 409:
+            self._node.mesh.refuse("order", self._caller(request))
+        return reply
 
     def _caller(self, request: web.Request) -> str:
         assert request.transport is not None
@@ -6877,7 +6903,18 @@ class OwnerService:
 
     def app(self) -> web.Application:
         """The routes."""
-        return service_app("", MAX_MESSAGE_BYTES, (self.nodes, self.logs, self.check), (self.down, self.want))
+        guard = web.middleware(functools.partial(self.guard))
+        gets, posts = (self.nodes, self.logs, self.check), (self.down, self.want)
+        return service_app("", MAX_MESSAGE_BYTES, gets, posts, guard)
+
+    async def guard(self, request: web.Request, handler: Handler) -> web.StreamResponse:
+        """The socket's mode keeps other users out; should somebody change it, this does."""
+        uid = peer_uid(request.get_extra_info("socket"))
+        if uid in (None, 0, os.geteuid()):
+            return await handler(request)
+        self._node.mesh.refuse("other_user", f"user {uid}")
+        what, hint = f"user {uid} is neither root nor the owner of this node", "`chmod 600` its control socket"
+        return web.json_response({"error": {"what": what, "hint": hint}}, status=403)
 
     async def down(self, request: web.Request) -> Any:
         """End this node, or with ?all every one that is reached."""
@@ -7515,8 +7552,9 @@ def status_text(snapshot: Snapshot, verbose: bool = True) -> str:
     lines += ["", peers_table(snapshot.peers)]
     if snapshot.exits:
         lines += ["", "last exits, newest first:", *(f"  {text}" for text in snapshot.exits)]
-    if snapshot.refusals:
-        lines.append("refused connections: " + ", ".join(f"{k} {v}" for k, v in sorted(snapshot.refusals.items())))
+    refused = [(kind, n, snapshot.last_refused.get(kind, "-")) for kind, n in sorted(snapshot.refusals.items())]
+    if refused:
+        lines += ["", table(("REFUSED", "TIMES", "LAST"), refused)]
     return "\n".join(lines)
 
 
@@ -7689,10 +7727,7 @@ def read_status(config: Config, name: str, timeout_s: float) -> Snapshot:
 
 def check_status_owner(sock: socket.socket, config: Config) -> None:
     """Anybody can bind an abstract name: believe only root, ourselves, or the configuration's owner."""
-    if not hasattr(socket, "SO_PEERCRED"):
-        return
-    _, uid, _ = struct.unpack("3i", sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
-    if uid not in (0, os.geteuid(), os.stat(config.file).st_uid):
+    if (uid := peer_uid(sock)) not in (None, 0, os.geteuid(), os.stat(config.file).st_uid):
         hint = "run `status` as the user who runs `up`, or give that user the TOML"
         raise UsageError(f"user {uid} answers for this node, who owns neither it nor {config.file}", hint=hint)
 

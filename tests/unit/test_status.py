@@ -236,12 +236,17 @@ def test_ranks_table_adds_up_wires_and_shows_exits() -> None:
 
 
 def test_status_text_shows_all_that_there_is() -> None:
-    given = snapshot(model(), exits=("12:00 killed", "11:00 died"), refusals={"wrong_secret": 3, "a": 1})
+    given = snapshot(
+        model(),
+        exits=("12:00 killed", "11:00 died"),
+        refusals={"wrong_secret": 3, "a": 1},
+        last_refused={"a": "10.0.0.9"},
+    )
     text = status_text(given)
     assert "node alpha of cluster attic, shardbox 0.1.0, up 2 h 1 min, endpoint http://127.0.0.1:8080/v1" in text
     assert "model qwq-32b: serving\n  windows set by hand in `layers`\n  RANK" in text
     assert text.index("12:00 killed") < text.index("11:00 died")
-    assert text.endswith("refused connections: a 1, wrong_secret 3")
+    assert text.endswith("\nREFUSED       TIMES  LAST\na             1      10.0.0.9\nwrong_secret  3      -")
 
 
 def test_plan_text_shows_ranges_reasons_and_who_is_left_out() -> None:
