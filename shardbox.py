@@ -329,6 +329,7 @@ class ApiConfig:
     keys_file: str = ""
     tls_cert: str = ""  # PEM files, relative to the TOML's folder; "": plain HTTP
     tls_key: str = ""
+    hold_s: float = 60.0  # how long a request waits for a ring that forms again
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -687,7 +688,13 @@ _FILE = _table({
         "copy_limit": _cap,
     }),
     "ports": _table(_PORTS),
-    "api": _table({"bind": _host, "keys_file": _line, "tls_cert": _line, "tls_key": _line}),
+    "api": _table({
+        "bind": _host,
+        "keys_file": _line,
+        "tls_cert": _line,
+        "tls_key": _line,
+        "hold_s": _number(0, 3600, kind=float),
+    }),
     "engine": _table({"kind": _kind, "isolate": _isolate, **_NODE_ENGINE}),
     "nodes": _list(_table({
         "name": _name,
@@ -2064,6 +2071,33 @@ def grant(held: Lease | None, *, model: str, proposer: str, generation: str, now
     return Lease(model=model, proposer=proposer, generation=generation, expires=now + LEASE_S)
 
 
+HELD_TRIES = 3  # rings that may break under one request: more, and it may be what breaks them
+SAME_RING_S = 3.0  # a ring that broke off a request, but is still said to serve after so long, is asked again
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Held:
+    """A request whose client has been sent nothing yet, so that another ring may answer it. Monotonic seconds."""
+
+    until: float  # then its client is told
+    breaks: int = 0  # rings that broke under it
+    generation: str = ""  # of the last one
+    broke_at: float = 0.0
+
+    def broken(self, generation: str, now: float) -> Held:
+        """The ring of that generation has just broken under it."""
+        return replace(self, breaks=self.breaks + 1, generation=generation, broke_at=now)
+
+    def may_ask(self, phase: str, generation: str, now: float) -> bool:
+        """Whether a ring in that phase is to be asked now."""
+        known_bad = generation == self.generation and now - self.broke_at < SAME_RING_S
+        return phase == Phase.SERVING and not known_bad
+
+    def gives_up(self, phase: str, now: float) -> bool:
+        """Whether waiting for a ring in that phase makes no sense, or no sense any more."""
+        return now >= self.until or self.breaks >= HELD_TRIES or phase in (Phase.STOPPED, Phase.FAILED)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WireView:
     """One forwarded port as `status` shows it."""
@@ -2089,6 +2123,7 @@ class RankView:
     pid: int = 0
     isolated: bool = False
     isolation_problem: str = ""
+    open_ports: tuple[int, ...] = ()  # of an engine that is not closed in
     cpu_s: float = 0.0
     read_bytes: int = 0
     rss_bytes: int = 0
@@ -2112,6 +2147,7 @@ class ModelView:
     overdue: bool = False  # it has been without an answer for longer than a start may take
     restarts: int = 0  # in RESTART_MEMORY_S
     in_flight: int = 0
+    held: int = 0  # requests that wait at this node for the ring to form again
     tokens_per_s: float = 0.0  # of the last answers
     ranks: tuple[RankView, ...] = ()
     last_trouble: str = ""
@@ -3742,6 +3778,13 @@ class Mesh(_Station):
         link.pump(theirs, WireStats())
         return ours
 
+    def drop(self, peer: str) -> None:
+        """Reset every connection with a peer that says nothing: a stopped process would hold them open for ever."""
+        with self._lock:
+            links = [link for link in self._links if link.peer == peer]
+        for link in links:
+            link.close(f"{peer} is lost")
+
     def probe(self, address: str, port: int, timeout_s: float) -> str:
         """The name of the node there, if it has the secret and speaks as we do. Raises MeshError."""
         link, node = self._call(address, port, "", "", timeout_s)
@@ -5250,6 +5293,7 @@ TERM_S = 2.0  # from SIGTERM to SIGKILL
 STALL_S = 30.0  # a request in flight, nothing moves and nobody computes for so long: the ring hangs
 WIRE_GRACE_S = 0.5  # from a broken wire to the alarm: the engine whose end broke it can say more
 WATCH_S = 1.0  # between two looks at a ring's ranks
+KNOCK_S = 5.0  # between two tries to reach engines that are not closed in, and for each of them
 TWIN_HINT = "give this one another name: --node NAME, SHARDBOX_NODE or its hostname"
 Target = tuple[str, str, int]  # node, address, port
 
@@ -5339,6 +5383,7 @@ class PeerState:
     desired: dict[str, tuple[Any, ...]] = dataclasses.field(default_factory=dict)  # see Node.desired
     models: tuple[ModelView, ...] = ()
     copies: tuple[CopyView, ...] = ()
+    reached: dict[str, tuple[int, ...]] = dataclasses.field(default_factory=dict)  # see Node.reached
 
 
 @dataclass(slots=True, kw_only=True)
@@ -5351,6 +5396,7 @@ class Peer:
     facts_digest: str = ""
     models: tuple[ModelView, ...] = ()
     copies: tuple[CopyView, ...] = ()
+    reached: dict[str, tuple[int, ...]] = dataclasses.field(default_factory=dict)  # from there: see Node.reached
     target: Target | None = None
     source: str = ""
     rtt_ms: float = 0.0
@@ -5457,6 +5503,8 @@ class Peers:
                 await self._ask(peer)
             except ShardboxError as error:
                 peer.problem = str(error.what)
+                if peer.facts and time.monotonic() - peer.last_seen > LOST_S:
+                    self._mesh.drop(peer.name)
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(peer.news.wait(), POLL_S)
 
@@ -5501,7 +5549,7 @@ class Peers:
             return  # an older start of the same node, late
         rtt_ms = (now - started) * 1000
         peer.rtt_ms = rtt_ms if not peer.rtt_ms else min(rtt_ms, 0.8 * peer.rtt_ms + 0.2 * rtt_ms)
-        peer.facts, peer.facts_digest, peer.models = facts, state.digest, state.models
+        peer.facts, peer.facts_digest, peer.models, peer.reached = facts, state.digest, state.models, state.reached
         peer.copies = state.copies
         peer.target, peer.source = (peer.name, hint.address, hint.port), hint.source
         peer.last_seen, peer.problem = now, ""
@@ -5566,6 +5614,14 @@ class RankRun:
     def works(self) -> bool:
         """Whether its engine is expected to run."""
         return self.phase in ("starting", "bound")
+
+    @property
+    def open_ports(self) -> tuple[int, ...]:
+        """What the engine listens on, where it is not closed in."""
+        if self.engine is None or self.engine.isolated or self.exited.is_set():
+            return ()
+        ports = (self.wiring.data_port, self.wiring.signal_port, self.wiring.http_port)
+        return tuple(port for port in ports if port)
 
     def close(self) -> None:
         """Give back what it holds of the system; blocks."""
@@ -5990,6 +6046,7 @@ class Traffic:
     """What clients meet at one model, on this node."""
 
     in_flight: int = 0
+    held: int = 0  # entered here, and wait for the ring to form again
     tokens_per_s: float = 0.0  # of the last answer
     answered_at: float = 0.0  # when the last byte of an answer came
     unanswered_since: float = 0.0  # wanted, but not serving; 0: it serves or is not wanted
@@ -6264,8 +6321,9 @@ class Node:
         self.host = RankHost(box, spawner, self.peers, self.library, self._on_trouble)
         self.rings = Rings(box, self.host, self.peers, self._tell_news)
         self.control: Any = None  # makes a protocol for a peer's connection; set by start_services()
+        self.reached: dict[str, tuple[int, ...]] = {}  # node -> ports of its engines that anybody could reach from here
         self.callers: dict[int, str] = {}  # descriptor of a mesh connection's local end -> who is there
-        self._formed: set[str] = set()  # models that were served while this node was up
+        self.formed: set[str] = set()  # models that were served while this node was up
         self._plans: dict[str, ModelPlan | PlanError] = {}
         self._plans_key = ""
         self._surveying, self._moved = asyncio.Lock(), (0.0, 0)
@@ -6343,6 +6401,39 @@ class Node:
         hints = [hint for peer in self.peers.known.values() for hint in peer.hints.values()]
         return await reach_all(self.box.config, self.box.name, hints, self.mesh, self.box.pool)
 
+    async def knock(self) -> None:
+        """Try, as a stranger would, what engines of other boxes listen on that are not closed in."""
+        views = [view for ranks in self.rings.ranks.values() for view in ranks.values()]
+        views += [view for peer in self.peers.live() for model in peer.models for view in model.ranks]
+        doors = sorted({(view.node, port) for view in views for port in view.open_ports})
+
+        async def is_open(node: str, port: int) -> bool:
+            try:
+                address = self.peers.target(node)[1]
+                with await self.box.in_thread(socket.create_connection, (address, port), KNOCK_S) as sock:
+                    return bool(sock.getsockname()[0] != sock.getpeername()[0])  # else it is on this very box
+            except (OSError, MeshError):
+                return False
+
+        opened = await asyncio.gather(*(is_open(*door) for door in doors))
+        found = [door for door, is_reached in zip(doors, opened, strict=True) if is_reached]
+        self.reached = {
+            node: tuple(port for _, port in ports) for node, ports in itertools.groupby(found, lambda d: d[0])
+        }
+
+    def exposures(self) -> list[str]:
+        """Which engines can be reached from outside, and from where."""
+        told = {peer.name: peer.reached for peer in self.peers.live()} | {self.box.name: self.reached}
+        ports: dict[str, set[int]] = {}
+        for reached in told.values():
+            for node, some in reached.items():
+                ports.setdefault(node, set()).update(some)
+        return [
+            f"engine ports {', '.join(map(str, sorted(some)))} of {node} can be reached from "
+            f"{', '.join(sorted(name for name in told if told[name].get(node)))}: anybody there can corrupt answers"
+            for node, some in sorted(ports.items())
+        ]
+
     # --- rings ---------------------------------------------------------------------------------------
 
     def all_facts(self) -> list[NodeFacts]:
@@ -6390,7 +6481,7 @@ class Node:
             self.rings.post(name, Event(kind="tick", reason=self.rings.lagging(name)))
             rival = self.led_elsewhere(name)
             if Phase.SERVING in (ring.phase, rival.phase if rival else ""):
-                self._formed.add(name)
+                self.formed.add(name)
             if ring.plan and ring.phase in Phase.ACTIVE and rival and rival.phase in Phase.ACTIVE:
                 own = precedence(ring.phase, ring.plan.world, ring.plan.leader)
                 if precedence(rival.phase, rival.world, rival.leader) < own:
@@ -6431,7 +6522,7 @@ class Node:
         declared = [node.name for node in self.box.config.nodes if not model.nodes or node.name in model.nodes]
         missing = [name for name in declared if name not in live]
         left = self.box.config.cluster.form_wait_s - (now - self.box.started)
-        if missing and left > 0 and model.name not in self._formed:
+        if missing and left > 0 and model.name not in self.formed:
             return f"waiting for {', '.join(missing)} ({left:.0f} s more)"
         return "looking for other nodes" if not declared and now - self.peers.newest < SETTLE_S else ""
 
@@ -6473,7 +6564,12 @@ class Node:
                 raise UsageError(what, where="ports.mesh", hint=port_owner_hint(port)) from None
         services = await open_services(self)
         self.peers.refresh()
-        loops = [self._tick_loop, self._survey_loop, *([self._announce_loop] if cluster.discovery == "mdns" else [])]
+        loops = [
+            self._tick_loop,
+            self._survey_loop,
+            self._knock_loop,
+            *([self._announce_loop] if cluster.discovery == "mdns" else []),
+        ]
         tasks = [keep_task(self.box.tasks, loop()) for loop in loops]
         for task in tasks:
             task.add_done_callback(self._on_loop_end)
@@ -6529,6 +6625,11 @@ class Node:
         if moved != self._moved[1] or any(traffic.in_flight for traffic in self.rings.traffic.values()):
             self._moved = now, moved
         return now - self._moved[0] < 1.0
+
+    async def _knock_loop(self) -> None:
+        while True:
+            await self.knock()
+            await asyncio.sleep(KNOCK_S)
 
     async def _announce_loop(self) -> None:
         """Keep the adverts true: again when addresses change, or after multicast failed."""
@@ -6634,7 +6735,8 @@ def all_copies(node: Node) -> tuple[CopyView, ...]:
 def snapshot(node: Node) -> Snapshot:
     """Everything that `status` shows."""
     box, peers = node.box, peer_views(node)
-    models = tuple(best_view(node, model.name) for model in box.config.models)
+    held = {name: traffic.held for name, traffic in node.rings.traffic.items()}
+    models = tuple(replace(best_view(node, model.name), held=held[model.name]) for model in box.config.models)
     differing = [view.name for view in peers if view.config_hash and view.config_hash != box.config.hash]
     ranks = [rank for view in models for rank in view.ranks if rank.isolation_problem]
     opened = sorted({f"{rank.node}: {rank.isolation_problem}" for rank in ranks})
@@ -6642,6 +6744,7 @@ def snapshot(node: Node) -> Snapshot:
         *node.warnings.values(),
         *([f"shardbox.toml differs on {', '.join(differing)}"] if differing else []),
         *(f"the engine's ports are open on {text}" for text in opened),
+        *node.exposures(),
     ]
     return Snapshot(
         cluster=box.config.cluster.name,
@@ -6667,7 +6770,8 @@ def snapshot(node: Node) -> Snapshot:
 
 MAX_BODY_BYTES = 32 * MIB  # of a client's request, also when a peer passes it on
 MAX_CLIENTS = 512  # connections to the endpoint
-MAX_REQUESTS = 64  # being answered at once; the engine queues what its slots cannot take
+MAX_REQUESTS = 64  # being answered or held at once; the engine queues what its slots cannot take
+HOLD_POLL_S = 0.1  # between two looks for a ring that may answer a held request
 REQUEST_TIMEOUT_S = 10.0  # from a client's connection to its first whole request header
 BODY_TIMEOUT_S = 60.0  # for the body behind it
 MAX_MESSAGE_BYTES = 8 * MIB  # of an owner's request
@@ -6827,6 +6931,7 @@ class PeerService:
             desired=dict(node.desired),
             models=tuple(model_view(node, model.name) for model in node.box.config.models),
             copies=tuple(copy.view() for copy in node.library.copies.values()),
+            reached=dict(node.reached),
         )
 
     async def rank(self, verb: str, request: web.Request) -> Any:
@@ -6872,7 +6977,9 @@ class PeerService:
 
     async def api(self, request: web.Request) -> web.StreamResponse:
         """A client's request that another node's endpoint passes on to this one, the leader."""
-        return await answer_request(self._node, request, request.path.removeprefix("/peer/api"), passed_on=True)
+        model, body = await read_request(self._node.box.config, request)
+        path = request.path.removeprefix("/peer/api")
+        return await ask_ring(self._node, request, path, model, body, passed_on=True)
 
 
 def log_query(request: web.Request) -> tuple[str, int]:
@@ -6958,6 +7065,7 @@ class OwnerService:
         """What `check` needs of the cluster: every pair dialled in both directions."""
         node = self._node
         reaches = await node.reach_all()
+        await node.knock()
         for peer in node.peers.live():
             try:
                 reply = await node.peers.call(peer.name, "GET", "/peer/pairs", None, 4 * CALL_TIMEOUT_S)
@@ -6965,7 +7073,7 @@ class OwnerService:
             except ShardboxError as error:
                 reaches.append(Reach(source=peer.name, target="-", address="-", problem=error.what, hint=error.hint))
         skew_s = {peer.name: peer.wall_skew_s for peer in node.peers.live()}
-        body = {"pairs": reaches, "facts": node.all_facts(), "clock_skew_s": skew_s}
+        body = {"pairs": reaches, "facts": node.all_facts(), "clock_skew_s": skew_s, "exposures": node.exposures()}
         return {**body, "discovery": node.discovery.problem}
 
 
@@ -7039,6 +7147,10 @@ class ApiError(Exception):
         body = {"error": {"message": self.text, "type": kind, "param": None, "code": self.code}}
         retry = {"Retry-After": "5"} if self.status in (429, 503) else None
         return web.json_response(body, status=self.status, headers=retry)
+
+
+class RingError(ApiError):
+    """No ring answers now, or one broke before the client was sent anything: the request may be asked again."""
 
 
 def need(condition: bool, text: str) -> None:
@@ -7115,7 +7227,7 @@ class Endpoint:
             raise ApiError(429, f"{MAX_REQUESTS} requests are being answered here already", "too_many_requests")
         self._asking += 1
         try:
-            return await answer_request(self._node, request, request.path, passed_on=False)
+            return await answer_request(self._node, request, request.path)
         finally:
             self._asking -= 1
 
@@ -7192,9 +7304,44 @@ async def read_request(config: Config, request: web.Request) -> tuple[ModelConfi
     return model, body
 
 
-async def answer_request(node: Node, request: web.Request, path: str, *, passed_on: bool) -> web.StreamResponse:
-    """Answer a client's request: here if this node leads the model, else through the mesh, once. Raises ApiError."""
+async def answer_request(node: Node, request: web.Request, path: str) -> web.StreamResponse:
+    """Answer a client's request. While its client has been sent nothing, it outlives the rings that break under it,
+    within [api] hold_s and HELD_TRIES. Raises ApiError."""
     model, body = await read_request(node.box.config, request)
+    held = Held(until=time.monotonic() + node.box.config.api.hold_s)
+    while True:
+        generation = best_view(node, model.name).generation
+        try:
+            return await ask_ring(node, request, path, model, body)
+        except RingError as error:
+            if error.code == "ring_lost":
+                held = held.broken(generation, time.monotonic())
+            if model.name not in node.formed:  # its first start may take minutes: the client is told at once
+                raise
+            await wait_for_ring(node, model.name, held, error)
+
+
+async def wait_for_ring(node: Node, model: str, held: Held, error: RingError) -> None:
+    """Hold a request until a ring may be asked. Raises the error, or a newer one, when it is not worth waiting."""
+    traffic = node.rings.traffic[model]
+    traffic.held += 1
+    try:
+        while True:
+            view, now = best_view(node, model), time.monotonic()
+            if held.gives_up(view.phase, now):
+                raise error if held.breaks >= HELD_TRIES or view.phase == Phase.SERVING else not_ready(node, model)
+            if held.may_ask(view.phase, view.generation, now):
+                return
+            await asyncio.sleep(HOLD_POLL_S)
+    finally:
+        traffic.held -= 1
+
+
+async def ask_ring(
+    node: Node, request: web.Request, path: str, model: ModelConfig, body: dict[str, Any], passed_on: bool = False
+) -> web.StreamResponse:
+    """Answer a request here if this node leads the model, else through the mesh, once. Raises ApiError; RingError
+    when the request may be asked again."""
     if node.rings.rings[model.name].phase == Phase.SERVING:
         return await answer_model(node, request, path, model, body)
     leader = "" if passed_on else node.leader_of(model.name)
@@ -7202,39 +7349,61 @@ async def answer_request(node: Node, request: web.Request, path: str, *, passed_
         raise not_ready(node, model.name)
     try:
         url = node.peers.url(node.peers.target(leader), f"/peer/api{path}")
-        reply = await node.peers.session.post(url, json={**body, "model": model.name})
-    except (aiohttp.ClientError, OSError, MeshError) as error:
-        raise ApiError(503, f"the leader {leader} cannot be reached: {error}", "model_not_ready") from None
-    async with reply:
-        headers = {key: reply.headers[key] for key in ("Content-Type", "Retry-After") if key in reply.headers}
-        response = web.StreamResponse(status=reply.status, headers=headers)
-        return await pass_on(request, response, reply.content.iter_any(), model.name)
+        async with node.peers.session.post(url, json={**body, "model": model.name}) as reply:
+            headers = {key: reply.headers[key] for key in ("Content-Type", "Retry-After") if key in reply.headers}
+            if reply.content_type == "text/event-stream":
+                response = web.StreamResponse(status=reply.status, headers=headers)
+                return await pass_on(request, response, reply.content.iter_any(), model.name)
+            whole = await reply.read()
+    except MeshError as error:
+        raise RingError(503, f"the leader {leader} cannot be reached: {error}", "model_not_ready") from None
+    except (aiohttp.ClientError, OSError) as error:
+        unsent = isinstance(error, aiohttp.ClientConnectorError) or isinstance(error.__cause__, MeshError)
+        code = "model_not_ready" if unsent else "ring_lost"
+        raise RingError(503, f"the leader {leader} was lost: {error}", code) from None
+    if reply.status == 503:
+        raise retold(whole)
+    return web.Response(status=reply.status, headers=headers, body=whole)
 
 
-def not_ready(node: Node, model: str) -> ApiError:
+def retold(body: bytes) -> ApiError:
+    """The 503 that another node's endpoint has answered; a RingError where it was one there."""
+    error: Any = {}
+    with contextlib.suppress(ValueError, KeyError, TypeError):
+        error = dict(json.loads(body)["error"])
+    kind = RingError if error.get("code") in ("model_not_ready", "ring_lost") else ApiError
+    return kind(503, str(error.get("message")), error.get("code"))
+
+
+def not_ready(node: Node, model: str) -> RingError:
     """503 while a model does not answer: the phase, and why."""
     view = best_view(node, model)
-    return ApiError(503, f"{model} is {view.phase}" + (f": {view.reason}" if view.reason else ""), "model_not_ready")
+    return RingError(503, f"{model} is {view.phase}" + (f": {view.reason}" if view.reason else ""), "model_not_ready")
 
 
 async def pass_on(
     request: web.Request, response: web.StreamResponse, chunks: AsyncIterator[bytes], model: str
 ) -> web.StreamResponse:
-    """Send chunks as they come. A source that breaks ends the stream with an error event, never silently."""
-    await response.prepare(request)
+    """Send events as they come. A source that breaks before the first is an exception: nothing has been sent."""
+    first = await anext(chunks, b"")
+    with contextlib.suppress(ConnectionError):  # the client has gone
+        await response.prepare(request)
+        await response.write(first)
+        async for chunk in ending_in_words(chunks, model):
+            await response.write(chunk)
+        await response.write_eof()
+    return response
+
+
+async def ending_in_words(chunks: AsyncIterator[bytes], model: str) -> AsyncIterator[bytes]:
+    """The same; where their source breaks an error event is the last one: a stream never just stops."""
     try:
         async for chunk in chunks:
-            await response.write(chunk)
+            yield chunk
     except (aiohttp.ClientError, EngineError) as error:
-        if response.content_type != "text/event-stream":
-            assert request.transport is not None
-            request.transport.abort()  # a cut body must not look whole
-            return response
         text = f"the answer of {model} broke off: {breakage(error)}"
         body = {"error": {"message": text, "type": "server_error", "param": None, "code": "ring_lost"}}
-        await response.write(b"data: " + json.dumps(body).encode() + b"\n\ndata: [DONE]\n\n")
-    await response.write_eof()
-    return response
+        yield b"data: " + json.dumps(body).encode() + b"\n\ndata: [DONE]\n\n"
 
 
 def breakage(error: BaseException) -> str:
@@ -7246,21 +7415,22 @@ async def answer_model(
     node: Node, request: web.Request, path: str, model: ModelConfig, body: dict[str, Any]
 ) -> web.StreamResponse:
     """Ask the engine on this node. It always streams to us, so that an answer nobody waits for can be dropped.
-    Raises ApiError."""
+    Raises ApiError, RingError when the engine was lost before its client was sent anything."""
     run, traffic = node.host.runs.get(model.name), node.rings.traffic[model.name]
     if run is None or run.session is None:
         raise not_ready(node, model.name)
-    if model.embeddings:  # they have no stream: passed through as they are
-        async with run.session.post("http://engine/v1/embeddings", json=body) as reply:
-            return web.Response(body=await reply.read(), status=reply.status, content_type="application/json")
-    asked = engine_request(path, model, body)
     traffic.in_flight += 1
     try:
+        if model.embeddings:  # they have no stream: passed through as they are
+            async with run.session.post("http://engine/v1/embeddings", json=body) as reply:
+                return web.Response(body=await reply.read(), status=reply.status, content_type="application/json")
         target = "/completion" if path == "/v1/completions" else path
-        async with run.session.post(f"http://engine{target}", json=asked) as reply:
+        async with run.session.post(f"http://engine{target}", json=engine_request(path, model, body)) as reply:
             events = engine_events(reply)
             first = await anext(events, None)
-            if first is None or "error" in first:
+            if first is None:
+                raise EngineError("the engine sent nothing")
+            if "error" in first:
                 raise engine_refusal(reply.status, first)
             answer = Answer(path == "/v1/chat/completions", run.plan, model.slots, traffic)
             if body.get("stream"):
@@ -7270,7 +7440,7 @@ async def answer_model(
             return web.json_response(await answer.whole(first, events))
     except (aiohttp.ClientError, EngineError) as error:
         text = f"the ring of {model.name} broke while it answered: {breakage(error)}"
-        raise ApiError(503, text, "ring_lost") from None
+        raise RingError(503, text, "ring_lost") from None
     finally:
         traffic.in_flight -= 1
 
@@ -7327,9 +7497,9 @@ async def engine_events(reply: aiohttp.ClientResponse) -> AsyncIterator[dict[str
                 yield data if whole else {"error": data}  # Prima sends its errors bare
 
 
-def engine_refusal(status: int, event: dict[str, Any] | None) -> ApiError:
+def engine_refusal(status: int, event: dict[str, Any]) -> ApiError:
     """The engine's error, before any token, as OpenAI's."""
-    error = (event or {}).get("error") or "the engine sent nothing"
+    error = event["error"]
     error = error if isinstance(error, dict) else {"message": error}
     text, code = str(error.get("message")), error.get("code")
     if "exceeds the available context size" in text or "context shift is disabled" in text:
@@ -7472,9 +7642,9 @@ def status_line(snapshot: Snapshot) -> tuple[int, str]:
     code, phrases = judge(snapshot)
     ranks = sum(view.alive for view in snapshot.models)
     speed = max((view.tokens_per_s for view in snapshot.models), default=0.0)
-    waiting = sum(view.in_flight for view in snapshot.models)
+    flying, held = (sum(getattr(view, name) for view in snapshot.models) for name in ("in_flight", "held"))
     live = sum(peer.state in ("self", "live") for peer in snapshot.peers)
-    data = f"ranks={ranks} tok_s={speed:.1f} nodes={live} in_flight={waiting}"
+    data = f"ranks={ranks} tok_s={speed:.1f} nodes={live} in_flight={flying} held={held}"
     text = "".join(char if char.isprintable() else " " for char in "; ".join(phrases)).replace("|", "/")
     return code, f"SHARDBOX {STATUS_WORDS[code]} - {text} | {data}"
 
@@ -8093,6 +8263,8 @@ def check_pairs(config: Config, reply: dict[str, Any]) -> list[dict[str, str]]:
             found.append(finding(label, problem, good, hint=hint))
     for name, skew in reply["clock_skew_s"].items():
         found.append(finding(f"clock of {name}: {skew:+.1f} s (nothing depends on it)", ""))
+    hint = "let engines be closed in ([engine] isolate), or close these ports in that box's firewall"
+    found += [finding("", text, hint=hint, level="warn") for text in reply["exposures"]]
     if reply["discovery"]:
         found.append(finding("", reply["discovery"], hint="give each node an `address`", level="warn"))
     return found
@@ -8121,7 +8293,8 @@ async def reach_outward(config: Config, facts: NodeFacts, secret: str) -> dict[s
     with ThreadPoolExecutor(max_workers=16) as pool:
         pairs = await reach_all(config, facts.name, hints, mesh, pool)
     mesh.close()
-    return {"pairs": to_json(pairs), "facts": [to_json(facts)], "clock_skew_s": {}, "discovery": problem}
+    found = {"pairs": to_json(pairs), "facts": [to_json(facts)], "discovery": problem}
+    return {**found, "clock_skew_s": {}, "exposures": []}
 
 
 def cmd_secret() -> int:

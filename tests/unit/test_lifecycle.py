@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from hypothesis import settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from samples import ring_plan
@@ -16,6 +16,7 @@ from shardbox import (
     BACKOFF_BASE_S,
     BACKOFF_CAP_S,
     COPY_STALL_S,
+    HELD_TRIES,
     LEASE_S,
     LOAD_BASE_S,
     LOAD_BYTES_PER_S,
@@ -23,9 +24,11 @@ from shardbox import (
     PROBE_TIMEOUT_S,
     QUICK_FAILURES,
     RESTART_MEMORY_S,
+    SAME_RING_S,
     STEADY_S,
     Effect,
     Event,
+    Held,
     Lease,
     Phase,
     PlanError,
@@ -529,3 +532,45 @@ def test_grant_after_it_ran_out_to_the_former_holder() -> None:
 def test_grant_of_the_same_generation_to_another_proposer_is_refused() -> None:
     with pytest.raises(PlanError, match="belongs to alpha"):
         ask(ask(None), proposer="beta")
+
+
+# --- requests that are held ---
+
+GENERATIONS = st.sampled_from(("", "g1", "g2"))
+HELD = st.builds(
+    Held, until=st.floats(0, 100), breaks=st.integers(0, HELD_TRIES), generation=GENERATIONS, broke_at=st.floats(0, 100)
+)
+
+
+@given(held=HELD, phase=st.sampled_from(PHASES), generation=GENERATIONS, now=st.floats(0, 200))
+def test_held_request_only_asks_a_ring_that_serves_and_always_ends(
+    held: Held, phase: str, generation: str, now: float
+) -> None:
+    if held.may_ask(phase, generation, now):
+        assert phase == Phase.SERVING
+    assert held.gives_up(phase, held.until)
+    assert held.gives_up(phase, max(now, held.until))
+    if phase == Phase.SERVING:  # it is never stuck in front of one that serves on
+        assert held.may_ask(phase, generation, held.broke_at + SAME_RING_S)
+
+
+@given(times=st.lists(st.floats(0, 1000), min_size=HELD_TRIES, max_size=HELD_TRIES))
+def test_held_request_gives_up_when_too_many_rings_broke_under_it(times: list[float]) -> None:
+    held = Held(until=1e9)
+    for tries, now in enumerate(times):
+        assert not held.gives_up(Phase.SERVING, now), tries
+        held = held.broken(f"g{tries}", now)
+    assert held.gives_up(Phase.SERVING, 0.0)
+
+
+def test_held_request_waits_for_another_ring_than_the_one_that_broke() -> None:
+    held = Held(until=60.0).broken("g1", 10.0)
+    assert not held.may_ask(Phase.SERVING, "g1", 10.1)  # its end is not known everywhere yet
+    assert held.may_ask(Phase.SERVING, "g2", 10.1)
+    assert held.may_ask(Phase.SERVING, "g1", 10.0 + SAME_RING_S)
+
+
+@pytest.mark.parametrize("phase", [Phase.STOPPED, Phase.FAILED])
+def test_held_request_does_not_wait_for_what_only_an_operator_starts(phase: str) -> None:
+    assert Held(until=60.0).gives_up(phase, 0.0)
+    assert not Held(until=60.0).gives_up(Phase.WAITING, 0.0)
