@@ -25,8 +25,8 @@ from cryptography.exceptions import InvalidTag
 from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
+from models import llama_metadata, llama_tensors, write_gguf
 from samples import box, shape
-from test_gguf import llama_metadata, llama_tensors, write_gguf
 
 import shardbox
 from shardbox import Mesh, MeshKeys, WireStats, mesh_keys

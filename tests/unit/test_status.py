@@ -130,7 +130,7 @@ def test_status_first_line_is_for_a_pager(given: Snapshot) -> None:
     text, _, data = line.partition(" | ")
     assert text
     pairs = dict(pair.split("=") for pair in data.split(" "))
-    assert set(pairs) == {"ranks", "tok_s", "nodes", "in_flight"}
+    assert set(pairs) == {"ranks", "tok_s", "nodes", "in_flight", "held"}
     assert all(float(value) >= 0 for value in pairs.values())
     assert status_text(given, verbose=False) == line
     assert status_text(given).splitlines()[0] == line
@@ -150,7 +150,7 @@ def test_status_words_are_the_plugin_conventions() -> None:
 def test_status_line_of_a_good_cluster_word_for_word() -> None:
     assert status_line(snapshot(model(tokens_per_s=11.24, in_flight=1))) == (
         OK,
-        "SHARDBOX OK - qwq-32b 3/3 ranks, leader alpha, 11.2 tok/s | ranks=3 tok_s=11.2 nodes=3 in_flight=1",
+        "SHARDBOX OK - qwq-32b 3/3 ranks, leader alpha, 11.2 tok/s | ranks=3 tok_s=11.2 nodes=3 in_flight=1 held=0",
     )
 
 
