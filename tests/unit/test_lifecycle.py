@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from hypothesis import settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from samples import ring_plan
@@ -15,6 +15,8 @@ from samples import ring_plan
 from shardbox import (
     BACKOFF_BASE_S,
     BACKOFF_CAP_S,
+    COPY_STALL_S,
+    HELD_TRIES,
     LEASE_S,
     LOAD_BASE_S,
     LOAD_BYTES_PER_S,
@@ -22,9 +24,11 @@ from shardbox import (
     PROBE_TIMEOUT_S,
     QUICK_FAILURES,
     RESTART_MEMORY_S,
+    SAME_RING_S,
     STEADY_S,
     Effect,
     Event,
+    Held,
     Lease,
     Phase,
     PlanError,
@@ -34,9 +38,10 @@ from shardbox import (
 )
 
 PLAN = ring_plan(5, 3)
+LACKING = replace(PLAN, ranks=(PLAN.ranks[0], replace(PLAN.ranks[1], copy_bytes=100)))
 EVENTS = (
-    *("tick", "plan", "want", "unwant", "yield", "granted", "refused", "loaded", "answered", "trouble", "lost"),
-    *("leaving", "stopped"),
+    *("tick", "plan", "want", "unwant", "yield", "copied", "provisioned", "granted", "refused", "loaded", "answered"),
+    *("trouble", "lost", "leaving", "stopped"),
 )
 PHASES = tuple(value for name, value in vars(Phase).items() if name.isupper() and isinstance(value, str))
 
@@ -51,8 +56,9 @@ class Driver:
         self.tokens = (f"g{n}" for n in itertools.count(1))
 
     def send(self, kind: str, **more: Any) -> tuple[Effect, ...]:
-        if kind == "plan":
-            more = {"plan": PLAN, "token": next(self.tokens), **more}
+        if kind.startswith("plan"):
+            more = {"plan": PLAN if kind == "plan" else LACKING, "token": next(self.tokens), **more}
+            kind = "plan"
         self.ring, effects = step(self.ring, Event(kind=kind, **more), self.now)
         self.effects += effects
         return effects
@@ -65,6 +71,7 @@ class Driver:
         """The usual way to a phase."""
         ways: dict[str, tuple[str, ...]] = {
             Phase.WAITING: (),
+            Phase.COPYING: ("plan to copy",),
             Phase.PREPARING: ("plan",),
             Phase.LOADING: ("plan", "granted"),
             Phase.PROBING: ("plan", "granted", "loaded"),
@@ -106,6 +113,35 @@ def test_ring_goes_up_one_proof_at_a_time() -> None:
     assert (it.ring.phase, it.ring.served_since, it.ring.deadline) == (Phase.SERVING, it.now, 0.0)
 
 
+def test_ring_with_a_rank_that_lacks_the_model_copies_first() -> None:
+    it = Driver()
+    (effect,) = it.send("plan to copy")
+    assert (effect.kind, effect.plan, it.ring.phase) == ("provision", LACKING, Phase.COPYING)
+    assert it.ring.reason == "beta fetch it"
+    (effect,) = it.send("provisioned")
+    assert (effect.kind, it.ring.phase) == ("prepare", Phase.PREPARING)
+
+
+def test_ring_that_copies_has_a_deadline_that_follows_progress() -> None:
+    it = at(Phase.COPYING)
+    for count in range(5):
+        it.wait(COPY_STALL_S - 1)
+        assert it.ring.phase == Phase.COPYING
+        it.send("copied", reason=f"beta has {count} %")
+        assert it.ring.reason == f"beta has {count} %"
+    it.wait(COPY_STALL_S)
+    assert it.ring.phase == Phase.STOPPING and "the start deadline ran out while copying" in it.ring.last_trouble
+
+
+def test_ring_whose_copies_fail_is_never_given_up() -> None:
+    it = Driver()
+    for _ in range(2 * QUICK_FAILURES):
+        it.wait(BACKOFF_CAP_S * 2)
+        for kind in ("plan to copy", "trouble", "stopped"):
+            it.send(kind, reason="no room")
+    assert it.ring.phase == Phase.BACKOFF
+
+
 def test_ring_without_a_plan_says_what_it_waits_for() -> None:
     it = Driver()
     assert it.send("plan", plan=None, reason="waits for beta") == ()
@@ -116,6 +152,8 @@ ENDS = ("trouble", "refused", "lost", "leaving", "yield", "unwant")
 # What each event does in each phase: the phase after it. What is not here changes nothing at all.
 NEXT = {
     (Phase.WAITING, "plan"): Phase.PREPARING,
+    (Phase.COPYING, "copied"): Phase.COPYING,
+    (Phase.COPYING, "provisioned"): Phase.PREPARING,
     (Phase.PREPARING, "granted"): Phase.LOADING,
     (Phase.LOADING, "loaded"): Phase.PROBING,
     (Phase.PROBING, "answered"): Phase.SERVING,
@@ -349,7 +387,7 @@ def test_want_from_every_phase_leads_to_service(phase: str) -> None:
     it.send("stopped")
     if it.ring.phase == Phase.BACKOFF:
         it.wait(BACKOFF_CAP_S * 2)
-    for kind in ("plan", "granted", "loaded", "answered"):
+    for kind in ("plan", "provisioned", "granted", "loaded", "answered"):
         it.send(kind)
     assert (it.ring.phase, it.ring.wanted) == (Phase.SERVING, True)
 
@@ -431,7 +469,7 @@ class AnySequence(RuleBasedStateMachine):
 
     @rule()
     def go_up(self) -> None:
-        for kind in ("plan", "granted", "loaded", "answered"):
+        for kind in ("plan", "provisioned", "granted", "loaded", "answered"):
             self.send(kind)
 
     @rule(seconds=st.sampled_from((0.5, 1, 15, 60, 130, 1000)))
@@ -494,3 +532,45 @@ def test_grant_after_it_ran_out_to_the_former_holder() -> None:
 def test_grant_of_the_same_generation_to_another_proposer_is_refused() -> None:
     with pytest.raises(PlanError, match="belongs to alpha"):
         ask(ask(None), proposer="beta")
+
+
+# --- requests that are held ---
+
+GENERATIONS = st.sampled_from(("", "g1", "g2"))
+HELD = st.builds(
+    Held, until=st.floats(0, 100), breaks=st.integers(0, HELD_TRIES), generation=GENERATIONS, broke_at=st.floats(0, 100)
+)
+
+
+@given(held=HELD, phase=st.sampled_from(PHASES), generation=GENERATIONS, now=st.floats(0, 200))
+def test_held_request_only_asks_a_ring_that_serves_and_always_ends(
+    held: Held, phase: str, generation: str, now: float
+) -> None:
+    if held.may_ask(phase, generation, now):
+        assert phase == Phase.SERVING
+    assert held.gives_up(phase, held.until)
+    assert held.gives_up(phase, max(now, held.until))
+    if phase == Phase.SERVING:  # it is never stuck in front of one that serves on
+        assert held.may_ask(phase, generation, held.broke_at + SAME_RING_S)
+
+
+@given(times=st.lists(st.floats(0, 1000), min_size=HELD_TRIES, max_size=HELD_TRIES))
+def test_held_request_gives_up_when_too_many_rings_broke_under_it(times: list[float]) -> None:
+    held = Held(until=1e9)
+    for tries, now in enumerate(times):
+        assert not held.gives_up(Phase.SERVING, now), tries
+        held = held.broken(f"g{tries}", now)
+    assert held.gives_up(Phase.SERVING, 0.0)
+
+
+def test_held_request_waits_for_another_ring_than_the_one_that_broke() -> None:
+    held = Held(until=60.0).broken("g1", 10.0)
+    assert not held.may_ask(Phase.SERVING, "g1", 10.1)  # its end is not known everywhere yet
+    assert held.may_ask(Phase.SERVING, "g2", 10.1)
+    assert held.may_ask(Phase.SERVING, "g1", 10.0 + SAME_RING_S)
+
+
+@pytest.mark.parametrize("phase", [Phase.STOPPED, Phase.FAILED])
+def test_held_request_does_not_wait_for_what_only_an_operator_starts(phase: str) -> None:
+    assert Held(until=60.0).gives_up(phase, 0.0)
+    assert not Held(until=60.0).gives_up(Phase.WAITING, 0.0)
