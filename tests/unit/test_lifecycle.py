@@ -16,6 +16,7 @@ from samples import ring_plan
 from shardbox import (
     BACKOFF_BASE_S,
     BACKOFF_CAP_S,
+    COPY_STALL_S,
     HELD_TRIES,
     LEASE_S,
     LOAD_BASE_S,
@@ -33,18 +34,19 @@ from shardbox import (
     Event,
     Held,
     Lease,
-    Pace,
     Phase,
     PlanError,
+    Pulse,
     Ring,
     grant,
     step,
 )
 
 PLAN = ring_plan(5, 3)
+LACKING = replace(PLAN, ranks=(PLAN.ranks[0], replace(PLAN.ranks[1], copy_bytes=100)))
 EVENTS = (
-    *("tick", "plan", "want", "unwant", "yield", "granted", "refused", "loaded", "answered", "trouble", "lost"),
-    *("stalled", "leaving", "stopped"),
+    *("tick", "plan", "want", "unwant", "yield", "copied", "provisioned", "granted", "refused", "loaded", "answered"),
+    *("trouble", "stalled", "lost", "leaving", "stopped"),
 )
 PHASES = tuple(value for name, value in vars(Phase).items() if name.isupper() and isinstance(value, str))
 
@@ -59,8 +61,9 @@ class Driver:
         self.tokens = (f"g{n}" for n in itertools.count(1))
 
     def send(self, kind: str, **more: Any) -> tuple[Effect, ...]:
-        if kind == "plan":
-            more = {"plan": PLAN, "token": next(self.tokens), **more}
+        if kind.startswith("plan"):
+            more = {"plan": PLAN if kind == "plan" else LACKING, "token": next(self.tokens), **more}
+            kind = "plan"
         self.ring, effects = step(self.ring, Event(kind=kind, **more), self.now)
         self.effects += effects
         return effects
@@ -73,6 +76,7 @@ class Driver:
         """The usual way to a phase."""
         ways: dict[str, tuple[str, ...]] = {
             Phase.WAITING: (),
+            Phase.COPYING: ("plan to copy",),
             Phase.PREPARING: ("plan",),
             Phase.LOADING: ("plan", "granted"),
             Phase.PROBING: ("plan", "granted", "loaded"),
@@ -114,6 +118,35 @@ def test_ring_goes_up_one_proof_at_a_time() -> None:
     assert (it.ring.phase, it.ring.served_since, it.ring.deadline) == (Phase.SERVING, it.now, 0.0)
 
 
+def test_ring_with_a_rank_that_lacks_the_model_copies_first() -> None:
+    it = Driver()
+    (effect,) = it.send("plan to copy")
+    assert (effect.kind, effect.plan, it.ring.phase) == ("provision", LACKING, Phase.COPYING)
+    assert it.ring.reason == "beta fetch it"
+    (effect,) = it.send("provisioned")
+    assert (effect.kind, it.ring.phase) == ("prepare", Phase.PREPARING)
+
+
+def test_ring_that_copies_has_a_deadline_that_follows_progress() -> None:
+    it = at(Phase.COPYING)
+    for count in range(5):
+        it.wait(COPY_STALL_S - 1)
+        assert it.ring.phase == Phase.COPYING
+        it.send("copied", reason=f"beta has {count} %")
+        assert it.ring.reason == f"beta has {count} %"
+    it.wait(COPY_STALL_S)
+    assert it.ring.phase == Phase.STOPPING and "the start deadline ran out while copying" in it.ring.last_trouble
+
+
+def test_ring_whose_copies_fail_is_never_given_up() -> None:
+    it = Driver()
+    for _ in range(2 * QUICK_FAILURES):
+        it.wait(BACKOFF_CAP_S * 2)
+        for kind in ("plan to copy", "trouble", "stopped"):
+            it.send(kind, reason="no room")
+    assert it.ring.phase == Phase.BACKOFF
+
+
 def test_ring_without_a_plan_says_what_it_waits_for() -> None:
     it = Driver()
     assert it.send("plan", plan=None, reason="waits for beta") == ()
@@ -124,6 +157,8 @@ ENDS = ("trouble", "stalled", "refused", "lost", "leaving", "yield", "unwant")
 # What each event does in each phase: the phase after it. What is not here changes nothing at all.
 NEXT = {
     (Phase.WAITING, "plan"): Phase.PREPARING,
+    (Phase.COPYING, "copied"): Phase.COPYING,
+    (Phase.COPYING, "provisioned"): Phase.PREPARING,
     (Phase.PREPARING, "granted"): Phase.LOADING,
     (Phase.LOADING, "loaded"): Phase.PROBING,
     (Phase.PROBING, "answered"): Phase.SERVING,
@@ -357,7 +392,7 @@ def test_want_from_every_phase_leads_to_service(phase: str) -> None:
     it.send("stopped")
     if it.ring.phase == Phase.BACKOFF:
         it.wait(BACKOFF_CAP_S * 2)
-    for kind in ("plan", "granted", "loaded", "answered"):
+    for kind in ("plan", "provisioned", "granted", "loaded", "answered"):
         it.send(kind)
     assert (it.ring.phase, it.ring.wanted) == (Phase.SERVING, True)
 
@@ -439,7 +474,7 @@ class AnySequence(RuleBasedStateMachine):
 
     @rule()
     def go_up(self) -> None:
-        for kind in ("plan", "granted", "loaded", "answered"):
+        for kind in ("plan", "provisioned", "granted", "loaded", "answered"):
             self.send(kind)
 
     @rule(seconds=st.sampled_from((0.5, 1, 15, 60, 130, 1000)))
@@ -574,7 +609,7 @@ BOUNDS = st.tuples(st.floats(5, 100), st.floats(5, 100)).map(sorted)
 LOOK = st.tuples(st.floats(0.5, LOOK_GAP_S), st.booleans(), st.booleans())  # seconds, it moved, it has something to do
 
 
-def looked(pace: Pace, looks: Sequence[tuple[float, bool, bool]]) -> tuple[Pace, float]:
+def looked(pace: Pulse, looks: Sequence[tuple[float, bool, bool]]) -> tuple[Pulse, float]:
     """The pace after a first look and these, and the time."""
     now, number = 100.0, 0
     pace = pace.seen("0", now, asked=True)
@@ -586,7 +621,7 @@ def looked(pace: Pace, looks: Sequence[tuple[float, bool, bool]]) -> tuple[Pace,
 
 @given(looks=st.lists(LOOK), bounds=BOUNDS)
 def test_stall_time_stays_within_its_bounds(looks: list[tuple[float, bool, bool]], bounds: list[float]) -> None:
-    pace, _ = looked(Pace(), looks)
+    pace, _ = looked(Pulse(), looks)
     assert bounds[0] <= pace.stall_s(*bounds) <= bounds[1]
 
 
@@ -595,7 +630,7 @@ def test_hang_is_seen_within_one_stall_time_and_never_at_once(
     looks: list[tuple[float, bool, bool]], bounds: list[float], step_s: float
 ) -> None:
     """The ring stops right after a look that found it moving."""
-    pace, now = looked(Pace(), [*looks, (1.0, True, True)])
+    pace, now = looked(Pulse(), [*looks, (1.0, True, True)])
     stall_s, hung_at = pace.stall_s(*bounds), now
     assert not pace.hangs(stall_s)
     while not pace.hangs(stall_s):
@@ -610,7 +645,7 @@ def test_ring_that_pauses_as_it_has_just_done_does_not_hang(
     looks: list[tuple[float, bool, bool]], pause_s: int, bounds: list[float]
 ) -> None:
     quiet = [(1.0, False, True)] * pause_s
-    pace, now = looked(Pace(), [*looks, (1.0, True, True), *quiet, (0.0, True, True)])
+    pace, now = looked(Pulse(), [*looks, (1.0, True, True), *quiet, (0.0, True, True)])
     stall_s = pace.stall_s(*bounds)
     assert stall_s >= min(bounds[1], PAUSES * pause_s)
     for seconds, _, _ in quiet:
@@ -621,7 +656,7 @@ def test_ring_that_pauses_as_it_has_just_done_does_not_hang(
 
 @given(looks=st.lists(LOOK), idle_s=st.lists(st.floats(0, 1e6)))
 def test_idle_ring_never_hangs(looks: list[tuple[float, bool, bool]], idle_s: list[float]) -> None:
-    pace, now = looked(Pace(), looks)
+    pace, now = looked(Pulse(), looks)
     for seconds in [*idle_s, 1.0]:
         now += seconds
         pace = pace.seen(pace.sign, now, asked=False)
@@ -630,16 +665,16 @@ def test_idle_ring_never_hangs(looks: list[tuple[float, bool, bool]], idle_s: li
 
 def test_watcher_that_slept_saw_no_hang() -> None:
     """A box that was suspended for an hour, or whose clock jumped."""
-    pace, now = looked(Pace(), [(1.0, True, True)])
+    pace, now = looked(Pulse(), [(1.0, True, True)])
     assert not pace.seen(pace.sign, now + 3600, asked=True).hangs(10.0)
 
 
 def test_stall_time_forgets_a_long_pause() -> None:
-    pace, _ = looked(Pace(), [*[(1.0, False, True)] * 9, (1.0, True, True)])
+    pace, _ = looked(Pulse(), [*[(1.0, False, True)] * 9, (1.0, True, True)])
     assert pace.stall_s(5, 100) == 40.0
     pace, _ = looked(pace, [(1.0, True, True)] * 60)
     assert pace.stall_s(5, 100) == 5.0
 
 
 def test_stall_time_is_the_longest_while_the_pace_is_unknown() -> None:
-    assert Pace().stall_s(5, 100) == 100
+    assert Pulse().stall_s(5, 100) == 100
