@@ -5407,7 +5407,7 @@ SETTLE_S = 3.0  # without [[nodes]]: how long nobody new must have come before a
 RING_STOP_S = 6.0  # after the leader's SIGTERM a whole ring is gone in about 3 s (measured)
 TERM_S = 2.0  # from SIGTERM to SIGKILL
 WIRE_GRACE_S = 0.5  # from a broken wire to the alarm: the engine whose end broke it can say more
-SILENT_S = 3.0  # a peer silent for so long is not waited for when a ring is torn down
+UNHEARD_S = 3.0  # a peer silent for so long is not waited for when a ring is torn down
 KNOCK_S = 5.0  # between two tries to reach engines that are not closed in, and for each of them
 TWIN_HINT = "give this one another name: --node NAME, SHARDBOX_NODE or its hostname"
 Target = tuple[str, str, int]  # node, address, port
@@ -6308,7 +6308,7 @@ class Rings:
         """Leader first (it passes STOP round a whole ring), the others at the same time wait for that or are killed.
         Who is silent is told once: its lease runs out, and the next generation keeps its engine out."""
         ranks, patience_s = effect.plan.ranks, RING_STOP_S + 3 * TERM_S
-        told = {rank: 1.0 if self._peers.silent_s(rank.node) > SILENT_S else patience_s for rank in ranks}
+        told = {rank: 1.0 if self._peers.silent_s(rank.node) > UNHEARD_S else patience_s for rank in ranks}
         asked = [self._on_rank(rank.node, "release", effect, told[rank], orderly=effect.orderly) for rank in ranks]
         for rank, result in zip(ranks, await asyncio.gather(*asked, return_exceptions=True), strict=True):
             if isinstance(result, ShardboxError):
