@@ -399,6 +399,7 @@ class ApiConfig:
     tls_cert: str = ""  # PEM files, relative to the TOML's folder; "": plain HTTP
     tls_key: str = ""
     hold_s: float = 60.0  # how long a request waits for a ring that forms again
+    drain_s: float = 20.0  # how long a node that goes down lets answers in progress end
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -765,6 +766,7 @@ _FILE = _table({
         "tls_cert": _line,
         "tls_key": _line,
         "hold_s": _number(0, 3600, kind=float),
+        "drain_s": _number(0, 3600, kind=float),
     }),
     "engine": _table({
         "kind": _kind,
@@ -1941,13 +1943,14 @@ class Phase:
     LOADING = "loading"  # engines start and read the model
     PROBING = "probing"  # one real token
     SERVING = "serving"
+    DRAINING = "draining"  # one of its nodes goes: answers in progress may end
     STOPPING = "stopping"
     BACKOFF = "backoff"
     FAILED = "failed"
-    WHOLE = frozenset({PROBING, SERVING})
+    WHOLE = frozenset({PROBING, SERVING, DRAINING})
     ACTIVE = WHOLE | {COPYING, PREPARING, LOADING}
     ALL = ACTIVE | {STOPPED, WAITING, STOPPING, BACKOFF, FAILED}
-    TELLING = (SERVING, PROBING, LOADING, PREPARING, COPYING, STOPPING, FAILED, BACKOFF)  # whose word counts first
+    TELLING = (SERVING, DRAINING, PROBING, LOADING, PREPARING, COPYING, STOPPING, FAILED, BACKOFF)  # who counts first
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -1979,6 +1982,8 @@ class Event:
     plan: ModelPlan | None = None
     token: str = ""  # a fresh random generation, for `plan`
     jitter: float = 0.0  # 0..1, for `stopped`
+    grace_s: float = 0.0  # for answers in progress, for `leaving`
+    idle: bool = False  # nobody waits for an answer, for `tick`
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -2049,7 +2054,7 @@ def _on_answered(ring: Ring, event: Event, now: float) -> _Step:
 
 def _on_trouble(ring: Ring, event: Event, now: float) -> _Step:
     """Anything that breaks the ring: all of it stops."""
-    serving, whole = ring.phase == Phase.SERVING, ring.phase in Phase.WHOLE
+    serving, whole = ring.phase in (Phase.SERVING, Phase.DRAINING), ring.phase in Phase.WHOLE
     failures = 1 if serving and now - ring.served_since >= STEADY_S else ring.failures + 1
     blameless = ring.phase in (Phase.COPYING, Phase.PREPARING) or event.kind in ("refused", "lost", "leaving")
     if blameless:  # no engine is to blame: it is never given up
@@ -2059,6 +2064,15 @@ def _on_trouble(ring: Ring, event: Event, now: float) -> _Step:
     ring = replace(ring, last_trouble=event.reason, failures=failures, restarts=restarts, stalled=stalled)
     ring = _move(ring, now, Phase.STOPPING, event.reason)
     return _act(ring, "teardown", reason=event.reason, orderly=whole and event.kind == "leaving")
+
+
+def _on_leaving(ring: Ring, event: Event, now: float) -> _Step:
+    """A node of the ring goes down: answers in progress may end first."""
+    if ring.phase == Phase.DRAINING:
+        return ring, ()
+    if ring.phase == Phase.SERVING and event.grace_s > 0:
+        return _move(ring, now, Phase.DRAINING, event.reason, now + event.grace_s), ()
+    return _on_trouble(ring, event, now)
 
 
 def _on_yield(ring: Ring, event: Event, now: float) -> _Step:
@@ -2100,8 +2114,11 @@ def _on_tick(ring: Ring, event: Event, now: float) -> _Step:
     """Time alone: deadlines, the end of a pause, and old restarts that no longer count."""
     if ring.restarts and now - ring.restarts[0] > RESTART_MEMORY_S:
         ring = replace(ring, restarts=ring.restarts[1:])
-    if not ring.deadline or now < ring.deadline:
+    drained = ring.phase == Phase.DRAINING and event.idle
+    if not drained and (not ring.deadline or now < ring.deadline):
         return ring, ()
+    if ring.phase == Phase.DRAINING:
+        return _on_trouble(ring, Event(kind="leaving", reason=ring.reason), now)
     if ring.phase == Phase.BACKOFF:
         return _move(ring, now, Phase.WAITING, ring.last_trouble), ()
     why = f"the start deadline ran out while {ring.phase}: {event.reason or 'no rank says why'}"
@@ -2116,7 +2133,8 @@ _STEPS: dict[str, tuple[frozenset[str], Callable[[Ring, Event, float], _Step]]] 
     "granted": (frozenset({Phase.PREPARING}), _on_granted),
     "loaded": (frozenset({Phase.LOADING}), _on_loaded),
     "answered": (frozenset({Phase.PROBING}), _on_answered),
-    **dict.fromkeys(("trouble", "stalled", "refused", "lost", "leaving"), (Phase.ACTIVE, _on_trouble)),
+    **dict.fromkeys(("trouble", "stalled", "refused", "lost"), (Phase.ACTIVE, _on_trouble)),
+    "leaving": (Phase.ACTIVE, _on_leaving),
     "yield": (Phase.ACTIVE, _on_yield),
     "stopped": (frozenset({Phase.STOPPING}), _on_stopped),
     "want": (Phase.ALL, _on_want),
@@ -5496,6 +5514,7 @@ class PeerState:
     digest: str = ""
     uptime: float = 0.0
     wall: float = 0.0
+    leaving: bool = False  # it goes down: no new ring with it
     desired: dict[str, tuple[Any, ...]] = field(default_factory=dict)  # see Node.desired
     models: tuple[ModelView, ...] = ()
     copies: tuple[CopyView, ...] = ()
@@ -5513,6 +5532,7 @@ class Peer:
     models: tuple[ModelView, ...] = ()
     copies: tuple[CopyView, ...] = ()
     reached: dict[str, tuple[int, ...]] = field(default_factory=dict)  # from there: see Node.reached
+    leaving: bool = False
     target: Target | None = None
     source: str = ""
     rtt_ms: float = 0.0
@@ -5673,7 +5693,7 @@ class Peers:
         peer.facts, peer.facts_digest, peer.models, peer.reached = facts, state.digest, state.models, state.reached
         peer.copies = state.copies
         peer.target, peer.source = (peer.name, hint.address, hint.port), hint.source
-        peer.last_seen, peer.problem = now, ""
+        peer.last_seen, peer.problem, peer.leaving = now, "", state.leaving
         peer.wall_skew_s = state.wall - time.time() if state.wall else 0.0
         if peer.name == self._box.name and facts.machine != self._box.facts.machine:
             self._end_younger(facts.machine, state.uptime)
@@ -5916,6 +5936,8 @@ class RankHost:
         layers = sum(rank.window for rank in plan.ranks)
         if not plan.ranks or not numbered or layers != plan.layers or plan.leader != proposer:
             raise PlanError("the proposed plan contradicts itself", where=f"model {name}")
+        if box.stop.is_set() and plan.rank_of(box.name):
+            raise PlanError(f"{box.name} goes down", where=f"model {name}")
         lend = functools.partial(grant, model=name, proposer=proposer, generation=generation, now=time.monotonic())
         claim = self._claims.get(name)
         self._claims[name] = lend(claim if claim and claim.proposer != proposer else None)
@@ -6326,7 +6348,7 @@ class Rings:
         pace = Pulse(pause_s=self.pauses.get(model))
         while True:
             await asyncio.gather(*(self._look(rank, effect, heard) for rank in effect.plan.ranks))
-            serving = self.rings[model].phase == Phase.SERVING
+            serving = self.rings[model].phase in (Phase.SERVING, Phase.DRAINING)
             sign = f"{sign_of_life([*views.values()])}/{traffic.answered_at}"
             pace = pace.seen(sign, time.monotonic(), asked=not serving or traffic.in_flight > 0)
             if serving:  # how long it pauses while it loads says nothing about answers
@@ -6454,6 +6476,7 @@ class Node:
         self.control: Any = None  # makes a protocol for a peer's connection; set by start_services()
         self.reached: dict[str, tuple[int, ...]] = {}  # node -> ports of its engines that anybody could reach from here
         self.callers: dict[int, str] = {}  # descriptor of a mesh connection's local end -> who is there
+        self.asking = 0  # requests of clients that entered here and are being answered or held
         self.formed: set[str] = set()  # models that were served while this node was up
         self._plans: dict[str, ModelPlan | PlanError] = {}
         self._plans_key = ""
@@ -6568,8 +6591,9 @@ class Node:
     # --- rings ---------------------------------------------------------------------------------------
 
     def all_facts(self) -> list[NodeFacts]:
-        """This node's facts and those of every live peer."""
-        others = [peer.facts for peer in self.peers.live() if peer.facts and peer.name != self.box.name]
+        """This node's facts and those of every live peer that stays."""
+        live = [peer for peer in self.peers.live() if peer.name != self.box.name and not peer.leaving]
+        others = [peer.facts for peer in live if peer.facts]
         return [self.facts, *others]
 
     def plans(self) -> dict[str, ModelPlan | PlanError]:
@@ -6609,7 +6633,7 @@ class Node:
             traffic.unanswered_since = traffic.unanswered_since or now
             if ring.phase == Phase.SERVING or not ring.wanted:
                 traffic.unanswered_since = 0.0
-            self.rings.post(name, Event(kind="tick", reason=self.rings.lagging(name)))
+            self.rings.post(name, Event(kind="tick", reason=self.rings.lagging(name), idle=not traffic.in_flight))
             rival = self.led_elsewhere(name)
             if Phase.SERVING in (ring.phase, rival.phase if rival else ""):
                 self.formed.add(name)
@@ -6626,6 +6650,8 @@ class Node:
     def _obstacle(self, model: ModelConfig, plan: ModelPlan | PlanError, now: float) -> str:
         """Why this node should not propose the plan now; "" when it should."""
         elsewhere, held = self.led_elsewhere(model.name), self.host.runs.get(model.name)
+        if self.stop.is_set():
+            return f"{self.box.name} goes down"
         if elsewhere:
             return f"{elsewhere.leader} leads it"
         if held and held.lease.proposer != self.box.name:
@@ -6676,7 +6702,7 @@ class Node:
         """Tell the leader of a ring that this node goes, and give it time to stop the ring in order."""
         with contextlib.suppress(ShardboxError, TimeoutError):
             await self._tell_proposer(run, f"{self.box.name} goes down", leaving="yes")
-            await asyncio.wait_for(run.exited.wait(), RING_STOP_S)
+            await asyncio.wait_for(run.exited.wait(), self.box.config.api.drain_s + RING_STOP_S)
 
     async def _tell_proposer(self, run: RankRun, reason: str, **more: str) -> None:
         body = {"model": run.plan.model, "generation": run.lease.generation, "reason": reason, **more}
@@ -6706,6 +6732,7 @@ class Node:
             task.add_done_callback(self._on_loop_end)
         try:
             await self.stop.wait()
+            await self._drain(0.0 if self.box.failure else self.box.config.api.drain_s)
         finally:
             for task in tasks:
                 task.cancel()
@@ -6718,10 +6745,23 @@ class Node:
             log.error("bug in a background task", exc_info=task.exception())
             self.box.fail(ShardboxError(f"bug: {task.exception()!r}", hint="the log has the traceback"))
 
+    async def _drain(self, grace_s: float) -> None:
+        """Let answers in progress end, here and in rings that this node is part of."""
+        log.info("going down: answers in progress have %s; a second signal ends them", format_duration(grace_s))
+        self._tell_news()
+        for name in self.rings.rings:
+            self.rings.post(name, Event(kind="leaving", reason=f"{self.box.name} goes down", grace_s=grace_s))
+        theirs = [self._leave(run) for run in self.host.runs.values() if run.lease.proposer != self.box.name]
+        leaving, deadline = asyncio.gather(*theirs), time.monotonic() + grace_s
+        while self.asking or any(ring.phase == Phase.DRAINING for ring in self.rings.rings.values()):
+            if time.monotonic() > deadline:
+                break
+            await asyncio.sleep(0.1)
+        await leaving
+
     async def _shut_down(self, services: list[Callable[[], Awaitable[None]]]) -> None:
         log.info("stopping")
         await self.rings.close()
-        await gather_all(self._leave(run) for run in self.host.runs.values() if run.lease.proposer != self.box.name)
         for close in (self.library.close, self.host.close, self.discovery.close, *services, self.peers.close):
             await close()
         await self.box.in_thread(self.mesh.close)
@@ -6845,7 +6885,7 @@ def peer_view(peer: Peer, *, live: bool, declared: bool) -> PeerView:
         state=state,
         address=peer.target[1] if peer.target else hint.address if hint else "",
         source=peer.source or (hint.source if hint else ""),
-        detail=peer.twin or ("" if live else peer.problem),
+        detail=peer.twin or ("goes down" if live and peer.leaving else "" if live else peer.problem),
         rtt_ms=peer.rtt_ms if live else 0.0,
         silent_s=time.monotonic() - peer.last_seen if peer.last_seen else 0.0,
     )
@@ -7061,6 +7101,7 @@ class PeerService:
             wall=time.time(),
             desired=dict(node.desired),
             models=tuple(model_view(node, model.name) for model in node.box.config.models),
+            leaving=node.stop.is_set(),
             copies=tuple(copy.view() for copy in node.library.copies.values()),
             reached=dict(node.reached),
         )
@@ -7083,7 +7124,8 @@ class PeerService:
         ring = self._node.rings.rings[self._node.box.model(data["model"]).name]
         if ring.plan and ring.plan.rank_of(self._caller(request)):
             kind, reason = "leaving" if data.get("leaving") else "trouble", printable(data["reason"])[:1000]
-            event = Event(kind=kind, generation=data["generation"] or "-", reason=reason)
+            grace_s = self._node.box.config.api.drain_s
+            event = Event(kind=kind, generation=data["generation"] or "-", reason=reason, grace_s=grace_s)
             self._node.rings.post(ring.model, event)
         return {}
 
@@ -7296,7 +7338,6 @@ class Endpoint:
     def __init__(self, node: Node) -> None:
         self._node = node
         self._keys = read_api_keys(node.box.config)
-        self._asking = 0
         self.silent: dict[int, asyncio.TimerHandle] = {}  # connection -> when it is closed if it asks nothing
 
     def app(self) -> web.Application:
@@ -7354,13 +7395,16 @@ class Endpoint:
 
     async def generate(self, request: web.Request) -> web.StreamResponse:
         """A completion, chat completion or embedding."""
-        if self._asking >= MAX_REQUESTS:
+        node = self._node
+        if node.stop.is_set():
+            raise ApiError(503, f"{node.box.name} is going down: ask another node", "node_going_down")
+        if node.asking >= MAX_REQUESTS:
             raise ApiError(429, f"{MAX_REQUESTS} requests are being answered here already", "too_many_requests")
-        self._asking += 1
+        node.asking += 1
         try:
-            return await answer_request(self._node, request, request.path)
+            return await answer_request(node, request, request.path)
         finally:
-            self._asking -= 1
+            node.asking -= 1
 
 
 def read_api_keys(config: Config) -> list[bytes]:
@@ -7459,7 +7503,7 @@ async def wait_for_ring(node: Node, model: str, held: Held, error: RingError) ->
     try:
         while True:
             view, now = best_view(node, model), time.monotonic()
-            if held.gives_up(view.phase, now):
+            if node.stop.is_set() or held.gives_up(view.phase, now):
                 raise error if held.breaks >= HELD_TRIES or view.phase == Phase.SERVING else not_ready(node, model)
             if held.may_ask(view.phase, view.generation, now):
                 return
@@ -8082,6 +8126,8 @@ async def _run_node(config: Config, name: str, folder: str, keys: MeshKeys, spaw
     def on_signal() -> None:
         if node.stop.is_set():
             log.warning("second signal: ending at once")
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(control_path(folder))
             os._exit(1)  # the engines die with the spawner
         node.stop.set()
 
@@ -8168,7 +8214,8 @@ def cmd_down(config: Config, name: str, everywhere: bool) -> int:
         return 0
     for peer, answer in reply["told"].items():
         print(f"{peer}: {answer}")
-    deadline = time.monotonic() + 30
+    patience_s = 30 + config.api.drain_s
+    deadline = time.monotonic() + patience_s
     while time.monotonic() < deadline:
         try:
             with one_node_only(state_folder(config.cluster.name, name), name):
@@ -8176,7 +8223,7 @@ def cmd_down(config: Config, name: str, everywhere: bool) -> int:
                 return 0
         except ShardboxError:
             time.sleep(0.1)
-    raise ShardboxError(f"node {name} is still ending after 30 s", hint="see its log")
+    raise ShardboxError(f"node {name} is still ending after {patience_s:.0f} s", hint="see its log")
 
 
 def cmd_status(config_path: str | None, node: str | None, timeout_s: float, as_json: bool, brief: bool) -> int:
