@@ -536,7 +536,8 @@ def test_pull_from_a_box_that_has_none_says_so(pair: Lan) -> None:
 @pytest.mark.namespaces
 def test_prune_removes_only_what_was_copied_here_and_after_a_yes(pair: Lan) -> None:
     alpha, beta = pair.hosts["alpha"], pair.hosts["beta"]
-    assert "nothing that shardbox copied" in beta.run("models", "--prune", "--yes").stdout
+    kept = beta.run("models", "--prune", "--yes")
+    assert "nothing that shardbox copied" in kept.stdout, kept.stderr
     for host in (alpha, beta):
         host.config.write_text(host.config.read_text().replace(NAME, "models/new.gguf"))
     assert "nothing that shardbox copied" in alpha.run("models", "--prune", "--yes").stdout
