@@ -3230,6 +3230,8 @@ CLOSE_WAIT_S = 2.0  # for threads to end, on close
 PREFACE_MAX_BYTES = 8192
 FRAME_BYTES = 256 * 1024
 CONTROL_FRAME_BYTES = 32 * 1024  # small messages, many connections
+# 1 MiB is no faster for one connection, and 11 % slower for eight at once (2026-12-01, 21 pairs on two cores)
+PIPE_BYTES = 128 * 1024
 SECRET_MIN_CHARS = 20
 _LENGTH = struct.Struct(">I")
 _OVERHEAD_BYTES = _LENGTH.size + 16
@@ -3433,10 +3435,9 @@ def _wake(sock: socket.socket, how: int | None = None) -> None:
 
 
 def _widened(pipe: int) -> int:
-    """The size of a pipe, made as large as may be: a user without privileges has 64 MiB for all (pipe(7))."""
-    for size in (1 << 20, 1 << 18, 1 << 16):
-        with contextlib.suppress(OSError):
-            return fcntl.fcntl(pipe, fcntl.F_SETPIPE_SZ, size)
+    """The size of a pipe, made PIPE_BYTES if may be: a user without privileges has 64 MiB for all (pipe(7))."""
+    with contextlib.suppress(OSError):
+        return fcntl.fcntl(pipe, fcntl.F_SETPIPE_SZ, PIPE_BYTES)
     return fcntl.fcntl(pipe, fcntl.F_GETPIPE_SZ)
 
 

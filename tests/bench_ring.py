@@ -25,7 +25,7 @@ PAIRS = int(os.environ.get("BENCH_PAIRS", "7"))
 HERE = "127.0.0.1"
 RANKS = ("alpha", "beta", "gamma")
 TOKENS = 96
-LONGER = 3  # so many times the layers, for tokens that take 50 ms or more
+LONGER = 5  # so many times the layers, for tokens that take 50 ms or more
 
 
 def tokens_per_s(port: int) -> float:

@@ -472,6 +472,24 @@ def test_advert_of_another_cluster_is_named_as_foreign(alpha: Host, delta: Host)
     alpha.wait_status(lambda found: all(p.name != "hermit" for p in found.peers), "its goodbye is heard")
 
 
+def test_advert_of_a_stranger_under_a_members_name_changes_nothing(ring: Lan, alpha: Host, delta: Host) -> None:
+    before, said = agree(ring), {"cluster": "attic", "protocol": "1"}
+    with (
+        advert(delta, node="beta", **said),
+        advert(delta, node="mallory", **said),
+        advert(delta, node="z", cluster="c"),
+    ):
+
+        def heard(found: Snapshot) -> bool:  # mallory's reason takes a call, and z came after beta
+            peers = {peer.name: peer for peer in found.peers}
+            return "z" in peers and "mallory" in peers and bool(peers["mallory"].detail)
+
+        peers = {peer.name: peer for peer in alpha.wait_status(heard, "all are heard").peers}
+        assert peers["mallory"].state == "unreachable" and "refused" in peers["mallory"].detail
+        assert (peers["beta"].state, peers["beta"].address) == ("live", ring.hosts["beta"].address)
+        assert agree(ring) == before
+
+
 def test_advert_with_another_protocol_is_named_as_refused(alpha: Host, delta: Host) -> None:
     with advert(delta, node="future", cluster="attic", protocol="99"):
         found = alpha.wait_status(lambda found: any(p.name == "future" for p in found.peers), "future is seen")
