@@ -22,7 +22,9 @@ from shardbox import NodeConfig, UsageError, node_name
 
 SECRET = "hunter2-correct-horse-battery"
 PROGRAM = [sys.executable, str(Path(shardbox.__file__))]
-CONFIG_COMMANDS = ("up", "down", "status", "plan", "nodes", "logs", "start", "stop", "check")
+CONFIG_COMMANDS = (
+    *("up", "down", "status", "plan", "nodes", "logs", "start", "stop", "pull", "models", "verify", "check"),
+)
 COMMANDS = (*CONFIG_COMMANDS, "demo", "secret", "version")
 BODY = '[engine]\nkind = "rehearsal"\n[[nodes]]\nname = "alpha"\n[[models]]\nname = "m"\npath = "m.gguf"\n'
 BODY += 'rehearse = {layers = 4, width = 128, bytes = "64MiB"}\n'
