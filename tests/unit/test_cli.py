@@ -182,7 +182,7 @@ def test_rehearse_without_arguments_is_bad_usage(run: Any) -> None:
 
 @pytest.mark.parametrize("command", [c for c in CONFIG_COMMANDS if c != "status"])
 def test_no_configuration_is_one_message_and_a_hint(run: Any, command: str) -> None:
-    said = run(command, *(["m"] if command in ("start", "stop") else []))
+    said = run(command, *(["m"] if command in ("start", "stop", "verify") else []))
     assert said.code == 2
     assert said.out == ""
     message, hint = said.err.splitlines()
