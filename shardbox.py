@@ -220,6 +220,10 @@ class PlanError(ShardboxError):
     """The model cannot be placed on the nodes that are there."""
 
 
+class StallError(ShardboxError):
+    """A ring that is asked shows no sign of life."""
+
+
 class MeshError(ShardboxError):
     """A mesh connection could not be made; `kind` says why in one word.
 
@@ -408,6 +412,8 @@ class EngineConfig:
     env: dict[str, str] = field(default_factory=dict)
     threads: int = 0
     isolate: str = "auto"
+    stall_min_s: float = 10.0  # a ring that is asked, but shows no sign of life, hangs after a time between these two
+    stall_max_s: float = 30.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -760,7 +766,13 @@ _FILE = _table({
         "tls_key": _line,
         "hold_s": _number(0, 3600, kind=float),
     }),
-    "engine": _table({"kind": _kind, "isolate": _isolate, **_NODE_ENGINE}),
+    "engine": _table({
+        "kind": _kind,
+        "isolate": _isolate,
+        "stall_min_s": _number(5, 3600, kind=float),
+        "stall_max_s": _number(5, 3600, kind=float),
+        **_NODE_ENGINE,
+    }),
     "nodes": _list(_table({
         "name": _name,
         "address": _address,
@@ -816,6 +828,9 @@ def _check_cluster(config: Config, root: _Place) -> None:
             secret.add("given beside secret_file", "keep one of the two")
         elif not cluster.secret and not cluster.secret_file:
             secret_file.add("missing, and no secret either", "`shardbox secret` makes one; every box needs the same")
+    stall, low, high = root.at("engine", "stall_max_s"), config.engine.stall_min_s, config.engine.stall_max_s
+    if low > high and stall.clean() and root.at("engine", "stall_min_s").clean():
+        stall.add(f"{high:g} is less than stall_min_s, {low:g}")
     if cluster.discovery == "static":
         if not config.nodes and root.at("nodes").clean():
             root.at("cluster", "discovery").add('"static" needs [[nodes]] with an address each')
@@ -1912,7 +1927,7 @@ PROBE_TIMEOUT_S = 120.0  # bounds the one-token answer that makes a ring ready
 LOAD_BASE_S, LOAD_BYTES_PER_S = 120.0, 40e6  # start deadline: a slow disk reads 40 MB/s
 BACKOFF_BASE_S, BACKOFF_CAP_S = 1.0, 16.0  # pause before a ring forms again, doubled at each failure
 QUICK_FAILURES = 6  # this many in a row, and the model is `failed` until an operator starts it
-STEADY_S = 120.0  # a ring that served this long has proved itself: failures count from zero again
+STEADY_S = 60.0  # a ring that served this long has proved itself: failures count from zero again
 RESTART_MEMORY_S = 900.0  # how long `status` warns of a restart
 
 
@@ -1951,6 +1966,7 @@ class Ring:
     restarts: tuple[float, ...] = ()
     served_since: float = 0.0
     last_trouble: str = ""
+    stalled: bool = False  # it hung, and has not answered since
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -2028,18 +2044,19 @@ def _on_loaded(ring: Ring, event: Event, now: float) -> _Step:
 
 
 def _on_answered(ring: Ring, event: Event, now: float) -> _Step:
-    return _move(ring, now, Phase.SERVING, "", served_since=now), ()
+    return _move(ring, now, Phase.SERVING, "", served_since=now, stalled=False), ()
 
 
 def _on_trouble(ring: Ring, event: Event, now: float) -> _Step:
     """Anything that breaks the ring: all of it stops."""
     serving, whole = ring.phase == Phase.SERVING, ring.phase in Phase.WHOLE
     failures = 1 if serving and now - ring.served_since >= STEADY_S else ring.failures + 1
-    no_engine_yet = ring.phase in (Phase.COPYING, Phase.PREPARING)
-    if no_engine_yet or event.kind != "trouble":  # none is to blame: it is never given up
+    blameless = ring.phase in (Phase.COPYING, Phase.PREPARING) or event.kind in ("refused", "lost", "leaving")
+    if blameless:  # no engine is to blame: it is never given up
         failures = min(failures, QUICK_FAILURES - 1)
     restarts = (*ring.restarts, now) if serving else ring.restarts
-    ring = replace(ring, last_trouble=event.reason, failures=failures, restarts=restarts)
+    stalled = ring.stalled or event.kind == "stalled"
+    ring = replace(ring, last_trouble=event.reason, failures=failures, restarts=restarts, stalled=stalled)
     ring = _move(ring, now, Phase.STOPPING, event.reason)
     return _act(ring, "teardown", reason=event.reason, orderly=whole and event.kind == "leaving")
 
@@ -2064,10 +2081,10 @@ def _on_stopped(ring: Ring, event: Event, now: float) -> _Step:
 
 
 def _on_want(ring: Ring, event: Event, now: float) -> _Step:
-    """The operator's start: from stopped or failed, everything is tried afresh."""
-    ring = replace(ring, wanted=True, failures=0 if ring.phase == Phase.STOPPING else ring.failures)
+    """The operator's start: everything is tried afresh."""
+    ring = replace(ring, wanted=True, failures=0)
     if ring.phase in (Phase.STOPPED, Phase.FAILED, Phase.BACKOFF):
-        ring = _move(ring, now, Phase.WAITING, "starting", failures=0)
+        ring = _move(ring, now, Phase.WAITING, "starting")
     return ring, ()
 
 
@@ -2099,7 +2116,7 @@ _STEPS: dict[str, tuple[frozenset[str], Callable[[Ring, Event, float], _Step]]] 
     "granted": (frozenset({Phase.PREPARING}), _on_granted),
     "loaded": (frozenset({Phase.LOADING}), _on_loaded),
     "answered": (frozenset({Phase.PROBING}), _on_answered),
-    **dict.fromkeys(("trouble", "refused", "lost", "leaving"), (Phase.ACTIVE, _on_trouble)),
+    **dict.fromkeys(("trouble", "stalled", "refused", "lost", "leaving"), (Phase.ACTIVE, _on_trouble)),
     "yield": (Phase.ACTIVE, _on_yield),
     "stopped": (frozenset({Phase.STOPPING}), _on_stopped),
     "want": (Phase.ALL, _on_want),
@@ -2134,6 +2151,39 @@ def grant(held: Lease | None, *, model: str, proposer: str, generation: str, now
     if held and held.expires > now and (held.proposer, held.generation) != (proposer, generation):
         raise PlanError(f"its lease belongs to {held.proposer} (generation {held.generation})", where=f"model {model}")
     return Lease(model=model, proposer=proposer, generation=generation, expires=now + LEASE_S)
+
+
+WATCH_S = 1.0  # between two looks at a ring's ranks
+LOOK_GAP_S = 6.0  # more between two looks, and it was the watcher that slept: a suspended box saw nothing
+PAUSES = 4.0  # a ring hangs when it is quiet for so many times the longest pause that it has made lately
+PAUSE_DECAY = 0.95  # of that pause, at each sign of life
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pulse:
+    """How a ring that is asked shows signs of life (see sign_of_life), to one who looks every WATCH_S. Seconds."""
+
+    sign: str = ""  # "": not looked yet
+    looked_at: float = 0.0
+    quiet_s: float = 0.0  # since the sign changed
+    pause_s: float | None = None  # the longest quiet lately that ended by itself; None: none yet
+
+    def seen(self, sign: str, now: float, *, asked: bool) -> Pulse:
+        """After another look. `asked`: the ring has something to do."""
+        quiet_s = self.quiet_s + min(LOOK_GAP_S, now - self.looked_at)
+        if not asked or not self.sign:
+            return replace(self, sign=sign, looked_at=now, quiet_s=0.0)
+        if sign == self.sign:
+            return replace(self, looked_at=now, quiet_s=quiet_s)
+        return Pulse(sign=sign, looked_at=now, pause_s=max(quiet_s, PAUSE_DECAY * (self.pause_s or 0.0)))
+
+    def stall_s(self, low_s: float, high_s: float) -> float:
+        """How long the ring may be quiet; `high_s` while its pace is not known."""
+        return high_s if self.pause_s is None else min(high_s, max(low_s, PAUSES * self.pause_s))
+
+    def hangs(self, stall_s: float) -> bool:
+        """Whether it has been quiet for so long. Looks come up to WATCH_S late, at the begin of the quiet and now."""
+        return self.quiet_s > stall_s - 2 * WATCH_S
 
 
 HELD_TRIES = 3  # rings that may break under one request: more, and it may be what breaks them
@@ -2209,8 +2259,9 @@ class ModelView:
     world: int = 0
     alive: int = 0  # ranks whose engine runs
     seconds: float = 0.0  # in this phase
-    overdue: bool = False  # it has been without an answer for longer than a start may take
+    overdue: bool = False  # without an answer for longer than a start may take, or since it hung
     restarts: int = 0  # in RESTART_MEMORY_S
+    failures: int = 0  # in a row
     in_flight: int = 0
     held: int = 0  # requests that wait at this node for the ring to form again
     tokens_per_s: float = 0.0  # of the last answers
@@ -5356,9 +5407,8 @@ LOST_S = 7.0  # a peer silent for longer is lost: three questions unanswered
 SETTLE_S = 3.0  # without [[nodes]]: how long nobody new must have come before a ring forms (mDNS takes 1.2 s)
 RING_STOP_S = 6.0  # after the leader's SIGTERM a whole ring is gone in about 3 s (measured)
 TERM_S = 2.0  # from SIGTERM to SIGKILL
-STALL_S = 30.0  # a request in flight, nothing moves and nobody computes for so long: the ring hangs
 WIRE_GRACE_S = 0.5  # from a broken wire to the alarm: the engine whose end broke it can say more
-WATCH_S = 1.0  # between two looks at a ring's ranks
+UNHEARD_S = 3.0  # a peer silent for so long is not waited for when a ring is torn down
 KNOCK_S = 5.0  # between two tries to reach engines that are not closed in, and for each of them
 MAX_DOORS = 96  # ports that are tried: of a whole ring
 TWIN_HINT = "give this one another name: --node NAME, SHARDBOX_NODE or its hostname"
@@ -5516,6 +5566,11 @@ class Peers:
         """Peers that answered within LOST_S."""
         now = time.monotonic()
         return [peer for peer in list(self.known.values()) if peer.facts and now - peer.last_seen <= LOST_S]
+
+    def silent_s(self, name: str) -> float:
+        """Since when a node that was heard has not been."""
+        peer = self.known.get(name)
+        return time.monotonic() - peer.last_seen if peer and peer.last_seen else 0.0
 
     def target(self, name: str) -> Target:
         """Where to reach a node now. Raises MeshError where it never answered."""
@@ -6129,6 +6184,7 @@ class Rings:
             off = replace(ring, wanted=False, phase=Phase.STOPPED, reason="autostart is off")
             self.rings[model.name] = ring if model.autostart else off
         self.traffic = {model: Traffic() for model in self.rings}
+        self.pauses: dict[str, float | None] = {}  # see Pulse, by model: kept from ring to ring
         self.ranks: dict[str, dict[str, RankView]] = {}  # what the ranks of a ring said last, by model and node
         self._box, self._host, self._peers, self._on_change = box, host, peers, on_change
         self._tasks: dict[str, set[asyncio.Task[None]]] = {model: set() for model in self.rings}
@@ -6158,7 +6214,8 @@ class Rings:
                 await work(model, effect)
                 return
             except ShardboxError as error:
-                kind, reason = "lost" if isinstance(error, MeshError) else "trouble", str(error).replace("\n", "; ")
+                kinds = {MeshError: "lost", StallError: "stalled"}
+                kind, reason = kinds.get(type(error), "trouble"), str(error).replace("\n", "; ")
             except Exception as error:
                 log.exception("model %s: bug in %s", model, effect.kind)
                 kind, reason = "trouble", f"bug: {error!r}"
@@ -6250,9 +6307,11 @@ class Rings:
         self._done(effect, "answered")
 
     async def _teardown(self, model: str, effect: Effect) -> None:
-        """Leader first (it passes STOP round a whole ring), the others at the same time wait for that or are killed."""
+        """Leader first (it passes STOP round a whole ring), the others at the same time wait for that or are killed.
+        Who is silent is told once: its lease runs out, and the next generation keeps its engine out."""
         ranks, patience_s = effect.plan.ranks, RING_STOP_S + 3 * TERM_S
-        asked = [self._on_rank(rank.node, "release", effect, patience_s, orderly=effect.orderly) for rank in ranks]
+        told = {rank: 1.0 if self._peers.silent_s(rank.node) > UNHEARD_S else patience_s for rank in ranks}
+        asked = [self._on_rank(rank.node, "release", effect, told[rank], orderly=effect.orderly) for rank in ranks]
         for rank, result in zip(ranks, await asyncio.gather(*asked, return_exceptions=True), strict=True):
             if isinstance(result, ShardboxError):
                 log.info("model %s: could not tell %s to stop (%s); its lease runs out", model, rank.node, result.what)
@@ -6262,30 +6321,36 @@ class Rings:
         self._done(effect, "stopped", jitter=random.random())
 
     async def _watch(self, model: str, effect: Effect) -> None:
-        """Renew every lease, and see that every rank lives and, while a request runs, that something moves."""
+        """Renew every lease, and see that every rank lives and, while the ring has something to do, that it does."""
         views = self.ranks[model] = {}
-        traffic, silent_since = self.traffic[model], dict[str, float]()
-        moved_at, last_sign = time.monotonic(), ""
+        engine, traffic, heard = self._box.config.engine, self.traffic[model], dict[str, float]()
+        pace = Pulse(pause_s=self.pauses.get(model))
         while True:
-            await asyncio.gather(*(self._look(rank, effect, silent_since) for rank in effect.plan.ranks))
+            await asyncio.gather(*(self._look(rank, effect, heard) for rank in effect.plan.ranks))
+            serving = self.rings[model].phase == Phase.SERVING
             sign = f"{sign_of_life([*views.values()])}/{traffic.answered_at}"
-            if sign != last_sign or not traffic.in_flight or self.rings[model].phase != Phase.SERVING:
-                moved_at, last_sign = time.monotonic(), sign
-            if time.monotonic() - moved_at > STALL_S:
-                what = "stalled: a request is in flight, but nothing moved and no rank computed"
-                raise EngineError(f"{what} for {STALL_S:.0f} s")
+            pace = pace.seen(sign, time.monotonic(), asked=not serving or traffic.in_flight > 0)
+            if serving:  # how long it pauses while it loads says nothing about answers
+                self.pauses[model] = pace.pause_s
+            stall_s = pace.stall_s(engine.stall_min_s if serving else engine.stall_max_s, engine.stall_max_s)
+            if pace.hangs(stall_s):
+                doing = "a request is in flight" if serving else self.lagging(model)
+                raise StallError(f"stalled: {doing}, but nothing moved, no rank computed or read for {stall_s:.0f} s")
             await asyncio.sleep(WATCH_S)
 
-    async def _look(self, rank: RankPlan, effect: Effect, silent_since: dict[str, float]) -> None:
-        """One rank's view, renewing its lease. Raises ShardboxError when the rank is lost or has ended."""
+    async def _look(self, rank: RankPlan, effect: Effect, heard: dict[str, float]) -> None:
+        """One rank's view, renewing its lease. Raises ShardboxError when the rank is lost or has ended. `heard`: when
+        each node answered last."""
         now, name = time.monotonic(), f"rank {rank.rank} ({rank.node})"
+        left_s = heard.setdefault(rank.node, now) + LOST_S - now
         try:
-            view = from_json(RankView, await self._on_rank(rank.node, "lease", effect, CALL_TIMEOUT_S))
+            answer = await self._on_rank(rank.node, "lease", effect, min(CALL_TIMEOUT_S, max(1.0, left_s)))
+            view = from_json(RankView, answer)
         except MeshError as error:
-            if error.kind == "refused" or now - silent_since.setdefault(rank.node, now) > LOST_S:
+            if error.kind == "refused" or time.monotonic() - heard[rank.node] >= LOST_S:
                 raise MeshError(f"{name} is lost: {error.what}") from None
             return
-        silent_since.pop(rank.node, None)
+        heard[rank.node] = time.monotonic()
         self.ranks[effect.plan.model][rank.node] = view
         if view.phase == "exited" and view.exit_code != 0:
             raise EngineError(f"{name}: {view.problem or f'exit {view.exit_code}'}")
@@ -6727,7 +6792,7 @@ def model_view(node: Node, name: str) -> ModelView:
         plan,
         alive=sum(view.exit_code == 0 or (view.exit_code is None and view.pid > 0) for view in views.values()),
         seconds=now - ring.since,
-        overdue=late or ring.phase == Phase.FAILED,
+        overdue=late or ring.stalled or ring.phase == Phase.FAILED,
         restarts=len(ring.restarts),
         ranks=tuple(views[rank.node] for rank in plan.ranks if rank.node in views) if plan else (),
     )
