@@ -5469,6 +5469,7 @@ TERM_S = 2.0  # from SIGTERM to SIGKILL
 WIRE_GRACE_S = 0.5  # from a broken wire to the alarm: the engine whose end broke it can say more
 UNHEARD_S = 3.0  # a peer silent for so long is not waited for when a ring is torn down
 KNOCK_S = 5.0  # between two tries to reach engines that are not closed in, and for each of them
+MAX_DOORS = 96  # ports that are tried: of a whole ring
 TWIN_HINT = "give this one another name: --node NAME, SHARDBOX_NODE or its hostname"
 Target = tuple[str, str, int]  # node, address, port
 
@@ -6624,15 +6625,17 @@ class Node:
         """Try, as a stranger would, what engines of other boxes listen on that are not closed in."""
         views = [view for ranks in self.rings.ranks.values() for view in ranks.values()]
         views += [view for peer in self.peers.live() for model in peer.models for view in model.ranks]
-        doors = sorted({(view.node, port) for view in views for port in view.open_ports})
+        doors = sorted({(view.node, port) for view in views for port in view.open_ports})[:MAX_DOORS]
 
         async def is_open(node: str, port: int) -> bool:
             try:
-                address = self.peers.target(node)[1]
-                with await self.box.in_thread(socket.create_connection, (address, port), KNOCK_S) as sock:
-                    return bool(sock.getsockname()[0] != sock.getpeername()[0])  # else it is on this very box
+                dial = self._loop.create_connection(asyncio.Protocol, self.peers.target(node)[1], port)
+                transport, _ = await asyncio.wait_for(dial, KNOCK_S)
             except (OSError, MeshError):
                 return False
+            ours, theirs = (transport.get_extra_info(end)[0] for end in ("sockname", "peername"))
+            transport.close()
+            return bool(ours != theirs)  # else it is on this very box
 
         opened = await asyncio.gather(*(is_open(*door) for door in doors))
         found = [door for door, is_reached in zip(doors, opened, strict=True) if is_reached]
@@ -6645,8 +6648,8 @@ class Node:
         told = {peer.name: peer.reached for peer in self.peers.live()} | {self.box.name: self.reached}
         ports: dict[str, set[int]] = {}
         for reached in told.values():
-            for node, some in reached.items():
-                ports.setdefault(node, set()).update(some)
+            for node in {*reached} & {self.box.name, *self.peers.known}:
+                ports.setdefault(node, set()).update(reached[node])
         return [
             f"engine ports {', '.join(map(str, sorted(some)))} of {node} can be reached from "
             f"{', '.join(sorted(name for name in told if told[name].get(node)))}: anybody there can corrupt answers"
