@@ -2821,6 +2821,18 @@ class Surveyor:
                 return found
         return []
 
+    def reread(self, model: ModelConfig) -> dict[str, str]:
+        """The content hash of a model here before, and now that every byte is read again; a problem in words."""
+        found = find_model(model.path, folder=self._config.folder, dirs=self._node.model_dirs)
+        if not found:
+            return {"problem": "not here"}
+        before, _ = self._roots.get(found, ("", ""))
+        for part in part_paths(found):
+            self._cache.forget(part)
+        self._hash([(found, model.sha256)])
+        root, problem = self._roots[found]
+        return {"path": found, "before": before, "root": root, "problem": problem}
+
     def landed(self, paths: Sequence[str], hashes: Sequence[Sequence[str]]) -> None:
         """Files have come in whole: they are not read again, but looked at at the next survey. Raises OSError."""
         for path, its in zip(paths, hashes, strict=True):
@@ -4036,6 +4048,11 @@ class Landing:
         self._settled: set[int] = set()  # files that stood there already, right and whole
 
     @property
+    def own(self) -> list[str]:
+        """The paths that this puts there."""
+        return [path for number, path in enumerate(self.paths) if number not in self._settled]
+
+    @property
     def missing(self) -> int:
         """A bitmap."""
         return ~self.held & ((1 << len(self.chunks)) - 1)
@@ -4196,6 +4213,42 @@ class Landing:
         self.files = []
 
 
+def read_ledger(folder: str) -> dict[str, list[int]]:
+    """What shardbox itself has put on this box: path -> size, mtime and inode when it was whole, [] of a draft."""
+    with contextlib.suppress(OSError, ValueError), open(os.path.join(folder, "copied.json"), "rb") as file:
+        data = json.load(file)
+        return {str(path): list(entry) for path, entry in data.items()} if isinstance(data, dict) else {}
+    return {}
+
+
+def note_in_ledger(folder: str, paths: Iterable[str]) -> None:
+    """Remember these files as put here by shardbox, and forget what is gone. Raises OSError."""
+    ledger = {**read_ledger(folder), **{path: [] for path in paths}}
+    for path in [path for path in ledger if not path.endswith(".part")]:
+        with contextlib.suppress(OSError):
+            ledger[path] = ledger[path] or list(file_signature(path)[1:])
+    kept = {path: entry for path, entry in ledger.items() if os.path.lexists(path)}
+    write_atomic(os.path.join(folder, "copied.json"), json.dumps(kept).encode())
+
+
+def to_prune(folder: str, config: Config, dirs: Sequence[str]) -> list[str]:
+    """Files that shardbox put here, that are as it left them, and that belong to no model of the TOML any more."""
+    named = set()
+    for model in config.models:
+        whole = find_model(model.path, folder=config.folder, dirs=dirs)
+        for place in (whole, os.path.join(config.folder, os.path.expanduser(model.path))):
+            named |= {os.path.realpath(part) for part in part_paths(place)} if place else set()
+    named |= {f"{path}.part" for path in named}
+    return [
+        path
+        for path, entry in sorted(read_ledger(folder).items())
+        if os.path.realpath(path) not in named
+        and os.path.isfile(path)
+        and not os.path.islink(path)
+        and (path.endswith(".part") or entry == list(file_signature(path)[1:]))
+    ]
+
+
 class Giver:
     """Hands out the chunks of one content that this node holds, whole or while they still come in."""
 
@@ -4274,6 +4327,7 @@ class Copy:
         self._received = 0  # bytes, also of chunks that are not whole yet
         self._benched: dict[str, tuple[float, str]] = {}  # giver -> until when, and why
         self._streams: dict[threading.Thread, str] = {}
+        self._open: set[socket.socket] = set()
         self._rates: collections.deque[tuple[float, int]] = collections.deque(maxlen=11)
         self._fault: OSError | None = None  # of this box's disk
 
@@ -4290,6 +4344,8 @@ class Copy:
             self.hint = "make room: what has landed is kept" if full else "check that disk"
         finally:
             self._stop.set()
+            for sock in list(self._open):
+                _wake(sock)
             for thread in list(self._streams):
                 thread.join(SILENT_S)
             if self.landing is not None:
@@ -4390,6 +4446,7 @@ class Copy:
         try:
             with contextlib.closing(self._connect(name)) as sock:
                 sock.settimeout(SILENT_S)
+                self._open.add(sock)
                 while landing.missing and not self._stop.is_set():
                     wanted = self._wanted(landing)
                     if not wanted:
@@ -4406,6 +4463,8 @@ class Copy:
         except (ShardboxError, OSError) as error:
             if not self._stop.is_set() and landing.missing:
                 self._bench(name, error)
+        finally:
+            self._open = {sock for sock in list(self._open) if sock.fileno() >= 0}
 
     def _wanted(self, landing: Landing) -> int:
         """A bitmap: what nobody is sending; once that is nothing, what has been on its way for long."""
@@ -5345,6 +5404,7 @@ TERM_S = 2.0  # from SIGTERM to SIGKILL
 WIRE_GRACE_S = 0.5  # from a broken wire to the alarm: the engine whose end broke it can say more
 UNHEARD_S = 3.0  # a peer silent for so long is not waited for when a ring is torn down
 KNOCK_S = 5.0  # between two tries to reach engines that are not closed in, and for each of them
+MAX_DOORS = 96  # ports that are tried: of a whole ring
 TWIN_HINT = "give this one another name: --node NAME, SHARDBOX_NODE or its hostname"
 Target = tuple[str, str, int]  # node, address, port
 
@@ -5741,14 +5801,36 @@ class Library:
         keep_task(box.tasks, self._run(copy))
         return copy
 
+    def pull(self, model: ModelConfig, only: str, replace: bool) -> CopyView:
+        """Fetch a model as an operator asks, unless it is here. Raises FileError where no other box has it, or where
+        those who have it disagree."""
+        facts = [peer.facts for peer in self._peers.live() if peer.facts and peer.name != self._box.name]
+        copies = {node.name: node.model(model.name) for node in facts if only in ("", node.name)}
+        whole = {name: copy for name, copy in copies.items() if copy.root and not copy.problem}
+        where = f"model {model.name}"
+        if not whole:
+            found = "; ".join(f"{name}: {copy.problem or 'still reading it'}" for name, copy in copies.items())
+            raise FileError(f"no other box has a whole copy ({found or only or 'none is reached'})", where=where)
+        if len({copy.root for copy in whole.values()}) > 1 and model.leader not in whole:
+            held = ", ".join(f"{name} has {copy.root[:8]}" for name, copy in sorted(whole.items()))
+            raise FileError(f"the copies differ: {held}", where=where, hint="--from NODE, or `sha256` in the TOML")
+        wanted = whole[model.leader] if model.leader in whole else next(iter(whole.values()))
+        mine = self._box.facts.model(model.name)
+        if mine.root == wanted.root and not mine.problem:
+            size = mine.size_bytes
+            return CopyView(model=model.name, node=self._box.name, state="done", done_bytes=size, size_bytes=size)
+        return self.fetch(model, wanted.root, only=only, replace=replace).view()
+
     async def _run(self, copy: Copy) -> None:
         self._surveyor.receiving[copy.model] = copy.root
         log.info("copy of %s: begun", copy.model)
         running = asyncio.ensure_future(self._box.in_thread(copy.run))
         try:
-            said = 0.0
+            said, told = 0.0, False
             while not running.done():
-                if copy.landing is not None and not said:
+                if copy.landing is not None and not told:
+                    told = True
+                    note_in_ledger(self._box.folder, [f"{path}.part" for path in copy.landing.own])
                     await self._refresh()  # the others learn that they can have of it
                 if time.monotonic() - said > 10.0:
                     said = time.monotonic()
@@ -5756,6 +5838,7 @@ class Library:
                 await asyncio.wait({running}, timeout=0.5)
             await running
             if copy.landing is not None and copy.state == "landed":
+                note_in_ledger(self._box.folder, copy.landing.own)
                 hashes = [file.hashes for file in copy.landing.listing.files]
                 await self._box.in_thread(self._surveyor.landed, copy.landing.paths, hashes)
         finally:
@@ -5763,6 +5846,12 @@ class Library:
             await self._refresh()
             copy.state = "done" if copy.state == "landed" else "failed"
         log.info("copy of %s: %s", copy.model, copy.problem or "whole, and in place")
+
+    async def reread(self, model: ModelConfig) -> dict[str, str]:
+        """See Surveyor.reread."""
+        found = await self._box.in_thread(self._surveyor.reread, model)
+        await self._refresh()
+        return found
 
     def givers(self, root: str) -> list[str]:
         """Live nodes that have a content, those that have only some of it last. Any thread."""
@@ -6383,7 +6472,7 @@ class Node:
         self.peers = Peers(box, self.mesh, self._hints, self._on_state)
         port, machine = box.settings.ports.mesh, box.facts.machine
         self.discovery = Discovery(config.cluster.name, name, machine, port, self.peers.refresh)
-        self.library = Library(box, self.mesh, self.peers, self.surveyor, self._refresh, self._is_answering)
+        self.library = Library(box, self.mesh, self.peers, self.surveyor, self.refresh, self._is_answering)
         self.host = RankHost(box, spawner, self.peers, self.library, self._on_trouble)
         self.rings = Rings(box, self.host, self.peers, self._tell_news)
         self.control: Any = None  # makes a protocol for a peer's connection; set by start_services()
@@ -6471,15 +6560,17 @@ class Node:
         """Try, as a stranger would, what engines of other boxes listen on that are not closed in."""
         views = [view for ranks in self.rings.ranks.values() for view in ranks.values()]
         views += [view for peer in self.peers.live() for model in peer.models for view in model.ranks]
-        doors = sorted({(view.node, port) for view in views for port in view.open_ports})
+        doors = sorted({(view.node, port) for view in views for port in view.open_ports})[:MAX_DOORS]
 
         async def is_open(node: str, port: int) -> bool:
             try:
-                address = self.peers.target(node)[1]
-                with await self.box.in_thread(socket.create_connection, (address, port), KNOCK_S) as sock:
-                    return bool(sock.getsockname()[0] != sock.getpeername()[0])  # else it is on this very box
+                dial = self._loop.create_connection(asyncio.Protocol, self.peers.target(node)[1], port)
+                transport, _ = await asyncio.wait_for(dial, KNOCK_S)
             except (OSError, MeshError):
                 return False
+            ours, theirs = (transport.get_extra_info(end)[0] for end in ("sockname", "peername"))
+            transport.close()
+            return bool(ours != theirs)  # else it is on this very box
 
         opened = await asyncio.gather(*(is_open(*door) for door in doors))
         found = [door for door, is_reached in zip(doors, opened, strict=True) if is_reached]
@@ -6492,8 +6583,8 @@ class Node:
         told = {peer.name: peer.reached for peer in self.peers.live()} | {self.box.name: self.reached}
         ports: dict[str, set[int]] = {}
         for reached in told.values():
-            for node, some in reached.items():
-                ports.setdefault(node, set()).update(some)
+            for node in {*reached} & {self.box.name, *self.peers.known}:
+                ports.setdefault(node, set()).update(reached[node])
         return [
             f"engine ports {', '.join(map(str, sorted(some)))} of {node} can be reached from "
             f"{', '.join(sorted(name for name in told if told[name].get(node)))}: anybody there can corrupt answers"
@@ -6679,7 +6770,7 @@ class Node:
         async with self._surveying:
             self.box.facts = await self.box.in_thread(self.surveyor.survey, own_bytes=self.host.anon_bytes())
 
-    async def _refresh(self) -> None:
+    async def refresh(self) -> None:
         """Look again, and tell the others to."""
         await self._survey()
         self._tell_news()
@@ -6841,6 +6932,7 @@ HOLD_POLL_S = 0.1  # between two looks for a ring that may answer a held request
 REQUEST_TIMEOUT_S = 10.0  # from a client's connection to its first whole request header
 BODY_TIMEOUT_S = 60.0  # for the body behind it
 MAX_MESSAGE_BYTES = 8 * MIB  # of an owner's request
+VERIFY_TIMEOUT_S = 6 * 3600.0  # for reading a whole model again
 API_PATHS = ("/v1/chat/completions", "/v1/completions", "/v1/embeddings")
 Handler: TypeAlias = "Callable[[web.Request], Awaitable[web.StreamResponse]]"
 Asked: TypeAlias = "Callable[[web.Request], Awaitable[Any]]"  # a handler of control: its result goes out as JSON
@@ -6961,7 +7053,7 @@ class PeerService:
 
     def app(self) -> web.Application:
         """The routes, all under /peer."""
-        gets, posts = (self.state, self.bound, self.pairs, self.logs), (self.trouble, self.news, self.down)
+        gets, posts = (self.state, self.bound, self.pairs, self.logs, self.verify), (self.trouble, self.news, self.down)
         counting = web.middleware(functools.partial(self.counting))
         app = service_app("/peer", MAX_BODY_BYTES, gets, posts, counting)
         for verb in ("fetch", "prepare", "launch", "lease", "release"):
@@ -7037,6 +7129,11 @@ class PeerService:
         """Whom this node reaches, for `check` on another."""
         return await self._node.reach_all()
 
+    async def verify(self, request: web.Request) -> Any:
+        """Read this box's copy of a model again, every byte."""
+        model = self._node.box.model(request.query.get("model", ""))
+        return await self._node.library.reread(model)
+
     async def logs(self, request: web.Request) -> Any:
         """The last lines of this node's engines."""
         return read_logs(self._node, *log_query(request))
@@ -7077,7 +7174,8 @@ class OwnerService:
     def app(self) -> web.Application:
         """The routes."""
         guard = web.middleware(functools.partial(self.guard))
-        gets, posts = (self.nodes, self.logs, self.check), (self.down, self.want)
+        gets = (self.nodes, self.logs, self.check, self.copies, self.verify)
+        posts = (self.down, self.want, self.pull)
         return service_app("", MAX_MESSAGE_BYTES, gets, posts, guard)
 
     async def guard(self, request: web.Request, handler: Handler) -> web.StreamResponse:
@@ -7109,6 +7207,33 @@ class OwnerService:
             raise MessageError("expected true or false", where="/want: wanted")
         self._node.want(model.name, data["wanted"])
         return {"model": model.name}
+
+    async def pull(self, request: web.Request) -> Any:
+        """Fetch a model, or all that the TOML names, to this box."""
+        node, data = self._node, await message(request, "model", "from")
+        config, only = node.box.config, data["from"]
+        models = [find_configured(config, data["model"])] if data["model"] else config.models
+        return [node.library.pull(model, only, data.get("replace") is True) for model in models]
+
+    async def copies(self, request: web.Request) -> Any:
+        """What is on its way to this box, or has come since it is up."""
+        return [copy.view() for copy in self._node.library.copies.values()]
+
+    async def verify(self, request: web.Request) -> Any:
+        """What every box finds when it reads its copy of a model again: all at once."""
+        node, model = self._node, find_configured(self._node.box.config, request.query.get("model", ""))
+        query = urllib.parse.urlencode({"model": model.name})
+
+        async def ask(name: str) -> dict[str, str]:
+            try:
+                call = node.peers.call(name, "GET", f"/peer/verify?{query}", None, VERIFY_TIMEOUT_S)
+                return {str(key): str(value) for key, value in (await call).items()}
+            except ShardboxError as error:
+                return {"problem": error.what}
+
+        names = [peer.name for peer in node.peers.live() if peer.name != node.box.name]
+        found = await asyncio.gather(node.library.reread(model), *map(ask, names))
+        return dict(zip([node.box.name, *names], found, strict=True))
 
     async def nodes(self, request: web.Request) -> Any:
         """Every node that is known, and the facts of those that are live."""
@@ -7911,13 +8036,13 @@ class NodeDown(ShardboxError):
     """The node on this box does not run or does not answer."""
 
 
-def ask_node(config: Config, name: str, method: str, path: str, body: Any = None) -> Any:
+def ask_node(config: Config, name: str, method: str, path: str, body: Any = None, timeout_s: float = 60.0) -> Any:
     """What this box's node answers to its owner. Raises ShardboxError, also when it is not running."""
     from http.client import HTTPConnection, HTTPException  # with what it imports, too slow for `status`
 
     connection = HTTPConnection("shardbox")
     connection.sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    connection.sock.settimeout(60.0)
+    connection.sock.settimeout(timeout_s)
     try:
         with short_socket_path(control_path(state_folder(config.cluster.name, name))) as short:
             connection.sock.connect(short)
@@ -8227,6 +8352,136 @@ def cmd_start(config: Config, name: str, model: str, wanted: bool = True) -> int
 def cmd_stop(**settings: str) -> int:
     """Stop serving a model on the whole cluster; the nodes stay up."""
     return cmd_start(**settings, wanted=False)
+
+
+class Meter:
+    """Tells how far something is: a bar on a terminal, lines in a log, nothing at all in a pipe, as cron's is."""
+
+    LINE_S = 10.0  # between two lines in a log
+
+    def __init__(self) -> None:
+        self._bar, self._said = sys.stdout.isatty(), 0.0
+        with contextlib.suppress(OSError, ValueError):
+            self._log = "JOURNAL_STREAM" in os.environ or stat.S_ISREG(os.fstat(sys.stdout.fileno()).st_mode)
+
+    def show(self, share: float, text: str) -> None:
+        """`share` of 1 is done; `text` says more."""
+        if self._bar:
+            width = max(20, os.get_terminal_size().columns - 1)
+            filled = int(20 * share)
+            print("\r" + f"[{'#' * filled:20}] {text}"[:width].ljust(width), end="", flush=True)
+        elif self._log and time.monotonic() - self._said > self.LINE_S:
+            self._said = time.monotonic()
+            print(text, flush=True)
+
+    def end(self, text: str) -> None:
+        """The last word."""
+        if self._bar:
+            print("\r" + text.ljust(max(20, os.get_terminal_size().columns - 1)))
+        elif self._log:
+            print(text, flush=True)
+
+
+@with_config
+def cmd_pull(config: Config, name: str, model: str, giver: str, over: bool) -> int:
+    """Fetch a model, or all that the TOML names, from the boxes that have it to this one."""
+    asked = {"model": model, "from": giver.lower(), "replace": over}
+    views = [from_json(CopyView, item, "pull") for item in ask_node(config, name, "POST", "/pull", asked)]
+    meter = Meter()
+    while any(view.state == "copying" for view in views):
+        time.sleep(0.3)
+        found = {
+            item["model"]: from_json(CopyView, item, "copies") for item in ask_node(config, name, "GET", "/copies")
+        }
+        views = [found[view.model] if view.state == "copying" else view for view in views]
+        now = [view for view in views if view.state == "copying"]
+        size, done = sum(view.size_bytes for view in views), sum(view.done_bytes for view in views)
+        meter.show(done / max(1, size), "; ".join(f"{view.model}: {copy_text(view)}" for view in now))
+    for view in views:
+        if view.state == "failed":
+            print(f"{view.problem}" + (f"\nhint: {view.hint}" if view.hint else ""), file=sys.stderr)
+        else:
+            meter.end(f"{view.model}: whole, {format_size(view.size_bytes)}")
+    return 1 if any(view.state == "failed" for view in views) else 0
+
+
+@with_config
+def cmd_models(config: Config, name: str, as_json: bool, prune: bool, yes: bool) -> int:
+    """Which box holds which model, and whether whole; what shardbox put here and nobody needs any more."""
+    if prune:
+        return prune_models(config, name, yes)
+    facts = live_facts(config, name)
+    held = [(node, model, node.model(model.name)) for model in config.models for node in facts]
+    if as_json:
+        rows = [{"node": node.name, **to_json(copy), "shape": None} for node, _, copy in held]
+        print(json.dumps({"models": rows}, indent=2))
+        return 0
+    shown = [
+        (model.name, node.name, copy_state(copy, copy.root and most_common_root(facts, model.name)),
+         format_size(copy.size_bytes) if copy.size_bytes else "-", copy.root[:16] or "-", copy.path or model.path)
+        for node, model, copy in held
+    ]  # fmt: skip
+    print(table(("MODEL", "NODE", "STATE", "SIZE", "CONTENT", "FILE"), shown))
+    return 0
+
+
+def most_common_root(facts: Sequence[NodeFacts], model: str) -> str:
+    """The content hash that most boxes have."""
+    votes = Counter(copy.root for node in facts if (copy := node.model(model)).root and not copy.problem)
+    return min(votes, key=lambda root: (-votes[root], root), default="")
+
+
+def copy_state(copy: ModelFacts, common: str) -> str:
+    """One word or two for `models`."""
+    if copy.receiving:
+        return "copying"
+    if copy.problem:
+        return "damaged" if copy.path else "missing"
+    if not copy.root:
+        return f"reading, {100 * copy.hashed_bytes // max(1, copy.size_bytes)} %" if copy.hashed_bytes else "not read"
+    return "whole" if copy.root == common else "other bytes"
+
+
+def prune_models(config: Config, name: str, yes: bool) -> int:
+    """Show, then remove after a yes, what shardbox copied to this box and the TOML no longer names."""
+    folder = state_folder(config.cluster.name, name)
+    paths = to_prune(folder, config, config.node(name).model_dirs)
+    for path in paths:
+        print(f"{format_size(os.path.getsize(path)):>9}  {path}")
+    if not paths:
+        print("nothing that shardbox copied here is left over")
+        return 0
+    if not yes and not (sys.stdin.isatty() and input("remove these? [y/N] ").strip().lower() in ("y", "yes")):
+        print("nothing was removed; --yes removes them")
+        return 0
+    for path in paths:
+        with open(path, "rb") as file, contextlib.suppress(BlockingIOError):
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # held by a copy that runs
+            os.unlink(path)
+            print(f"removed {path}")
+    note_in_ledger(folder, ())
+    return 0
+
+
+@with_config
+def cmd_verify(config: Config, name: str, model: str) -> int:
+    """Read a model again on all boxes at once, and say whose copy is not right."""
+    query = urllib.parse.urlencode({"model": model})
+    found = ask_node(config, name, "GET", f"/verify?{query}", timeout_s=VERIFY_TIMEOUT_S)
+    votes = Counter[str]()
+    for entry in found.values():
+        if entry.get("root") and not entry["problem"]:
+            votes[entry["root"]] += 2 if entry["root"] == entry.get("before") else 1  # what did not change counts more
+    common, wrong = min(votes, key=lambda root: (-votes[root], root), default=""), 0
+    for node, entry in found.items():
+        problem, root, before = entry["problem"], entry.get("root", ""), entry.get("before", "")
+        if not problem and root != common:
+            problem = f"has other bytes than most ({root[:16]}, not {common[:16]})"
+        if before and root and before != root:
+            problem = f"{problem or 'changed'}; it had {before[:16]} when it was read last"
+        wrong += bool(problem)
+        print(f"{node}: {problem or f'right, {root[:16]}'}" + (f" ({entry['path']})" if entry.get("path") else ""))
+    return 1 if wrong or not found else 0
 
 
 @with_config
@@ -8603,6 +8858,11 @@ def build_cli() -> Any:
     lines_help, many = "Last lines of each log (default 100).", click.IntRange(1, 10000)
     lines = option("-n", "--lines", default=100, type=many, help=lines_help)
     model = click.Argument(["model"], metavar="MODEL")
+    giver = option("--from", "giver", default="", metavar="NODE", help="Only from this box.")
+    over = option("--replace", "over", is_flag=True, help="Also in the place of a file with other bytes.")
+    prune = option("--prune", is_flag=True, help="Remove what was copied here and is not in the TOML any more.")
+    yes = option("--yes", is_flag=True, help="Do not ask.")
+    any_model = click.Argument(["model"], required=False, default="", metavar="[MODEL]")
     once = option("--once", is_flag=True, help="End after one answer (also without a terminal).")
     count = option("--nodes", "count", default=3, type=click.IntRange(1, 8), help="How many nodes (default 3).")
 
@@ -8616,6 +8876,9 @@ def build_cli() -> Any:
     add(cmd_logs, "logs beta --model qwq-32b -n 50", *common, target, of_model, lines)
     add(cmd_start, "start qwq-32b", *common, model)
     add(cmd_stop, "stop qwq-32b", *common, model)
+    add(cmd_pull, "pull qwq-32b --from alpha", *common, any_model, giver, over)
+    add(cmd_models, "models --prune", *readable, prune, yes)
+    add(cmd_verify, "verify qwq-32b", *common, model)
     add(cmd_check, "check", *readable)
     add(cmd_demo, "demo --once", once, count)
     add(cmd_secret, "secret > cluster.secret")
