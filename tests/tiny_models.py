@@ -1,6 +1,6 @@
 """Small GGUF models for the real engine, made here: shapes and quantisations that differ, weights that mean nothing.
 
-`python tests/tiny_models.py FOLDER` (with tests/unit on PYTHONPATH) writes all of them.
+`PYTHONPATH=. python tests/tiny_models.py FOLDER` writes all of them.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-from test_gguf import Tensor, Value, write_gguf
+from models import Tensor, Value, write_gguf
 
 from shardbox import GGML_TYPES
 

@@ -12,7 +12,6 @@ import queue
 import resource
 import socket
 import ssl
-import subprocess
 import sys
 import threading
 import time
@@ -26,8 +25,8 @@ from cryptography.exceptions import InvalidTag
 from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
+from models import llama_metadata, llama_tensors, write_gguf
 from samples import box, shape
-from test_gguf import llama_metadata, llama_tensors, write_gguf
 
 import shardbox
 from shardbox import Mesh, MeshKeys, WireStats, mesh_keys
@@ -207,12 +206,6 @@ def drain(sock: socket.socket, data: bytes) -> None:
 # --- the crowd: in its own process, the node in another ------------------------------------------------------------
 
 
-def node_process(port: int) -> "subprocess.Popen[str]":
-    """A node that passes each service on to `port`; its first line is its mesh port."""
-    argv = [sys.executable, bench.__file__, "far", "on", str(port)]
-    return subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-
-
 def footprint(pid: int) -> tuple[int, int]:
     """(resident KiB, threads) of a process."""
     lines = Path(f"/proc/{pid}/status").read_text(encoding="utf-8").splitlines()
@@ -234,11 +227,9 @@ def crowd() -> None:
                     threading.Thread(target=echo, args=(listener.accept()[0],), daemon=True).start()
 
         threading.Thread(target=serve, daemon=True).start()
-        process = node_process(int(listener.getsockname()[1]))
+        process, port = bench.node_process("far", "on", HERE, listener.getsockname())
         stack.callback(process.communicate)
         stack.callback(process.kill)
-        assert process.stdout
-        port = int(process.stdout.readline())
         member = Mesh(keys=mesh_keys(bench.SECRET, "bench", "near"), open_service=Target._open)
         before, slowest = footprint(process.pid), 0.0
         most = before

@@ -630,6 +630,37 @@ def test_control_socket_is_for_the_owner_alone(node: Node) -> None:
     assert os.stat(node.control).st_mode & 0o777 == 0o600
 
 
+AS_NOBODY = """
+import os, socket
+os.setgroups([])
+os.setgid(65534)
+os.setuid(65534)
+sock = socket.socket(socket.AF_UNIX)
+sock.connect("control.sock")
+sock.sendall(b"POST /down HTTP/1.1\\r\\nHost: x\\r\\nContent-Length: 0\\r\\nConnection: close\\r\\n\\r\\n")
+print(sock.makefile().read())
+"""
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root to be somebody else")
+def test_control_socket_refuses_another_user_though_its_mode_lets_him(node: Node) -> None:
+    folder = os.path.dirname(node.control)
+    mode = os.stat(folder).st_mode & 0o777
+    try:
+        os.chmod(node.control, 0o666)
+        os.chmod(folder, 0o755)
+        argv = [sys.executable, "-c", AS_NOBODY]
+        done = subprocess.run(argv, cwd=folder, capture_output=True, text=True, timeout=60, check=True)
+    finally:
+        os.chmod(folder, mode)
+        os.chmod(node.control, 0o600)
+
+    assert done.stdout.startswith("HTTP/1.1 403") and "user 65534 is neither root nor the owner" in done.stdout
+    shown = node.command("status").stdout
+    assert re.search(r"(?m)^other_user +1 +user 65534$", shown), shown
+    assert node.owner("GET", "/nodes")[0] == 200  # it did not end
+
+
 # --- the status socket ---
 
 
@@ -703,6 +734,8 @@ def test_member_message_about_what_is_not_here_is_409_with_words(node: Node, met
     status, answer = member(node, method, path, body)
     assert status == 409
     assert json.loads(answer)["error"]["what"]
+    told = node.status()
+    assert told["refusals"]["order"] >= 1 and told["last_refused"]["order"] == "beta"
 
 
 @pytest.mark.parametrize(
@@ -716,6 +749,22 @@ def test_member_plan_that_cannot_be_is_409(node: Node, change: dict[str, Any], w
     status, answer = member(node, "POST", "/peer/prepare", {"generation": "0" * 16, "plan": plan})
     assert status == 409
     assert words in json.loads(answer)["error"]["what"]
+
+
+@pytest.mark.parametrize(
+    ("service", "kind"),
+    [("data/m/0000000000000000/0/1", "old_generation"), ("file/../../etc/passwd", "refused"), ("sh/id", "refused")],
+)
+def test_member_wire_that_is_none_of_ours_is_refused_and_counted(node: Node, service: str, kind: str) -> None:
+    mesh = shardbox.Mesh(keys=shardbox.mesh_keys(SECRET, node.cluster, "beta"), open_service=lambda *_: None)  # type: ignore[arg-type]
+    before = node.status()["refusals"].get(kind, 0)
+    try:
+        with pytest.raises(shardbox.MeshError) as caught:
+            mesh.dial(HERE, node.mesh, "alpha", service, PATIENCE_S)
+    finally:
+        mesh.close()
+    assert caught.value.kind == kind
+    eventually(lambda: node.status()["refusals"].get(kind) == before + 1, "it is counted")
 
 
 def test_nodes_shows_the_key_that_others_may_pin(node: Node) -> None:

@@ -581,6 +581,29 @@ class Middle:
                     sock.shutdown(socket.SHUT_RDWR)
 
 
+def test_replayed_connection_opens_nothing_and_is_counted(near: Mesh, far: Far) -> None:
+    """All that an honest caller sent, once more: the far side's part of the handshake is another one."""
+    heard: list[bytes] = []
+    middle = Middle(far.port, lambda piece: heard.append(piece) or piece)  # type: ignore[func-returns-value]
+    middle.armed.set()
+    path = Path(near, far, middle.listener.getsockname()[1])
+    path.a.sendall(b"once")
+    assert read_exactly(path.b, 4) == b"once"
+    path.close()
+    middle.thread.join(PATIENCE_S)
+
+    with socket.create_connection((HERE, far.port), PATIENCE_S) as sock:
+        sock.settimeout(PATIENCE_S)
+        with contextlib.suppress(ConnectionError):  # it may hang up on what follows
+            for piece in heard:
+                sock.sendall(piece)
+            while sock.recv(1 << 16):
+                pass
+
+    eventually(lambda: far.mesh.refusals == {"not_tls": 1})
+    assert len(heard) > 2 and far.accepted.empty()
+
+
 def flip(at: int) -> Callable[[bytes], bytes | None]:
     return lambda piece: bytes(b ^ (1 if i == at % len(piece) else 0) for i, b in enumerate(piece))
 

@@ -3,6 +3,7 @@
 import datetime
 import hashlib
 from pathlib import Path
+from typing import Any
 
 import pytest
 from cryptography import x509
@@ -14,7 +15,7 @@ from samples import config
 from shardbox import ApiConfig, Config, UsageError, api_tls, api_url, read_api_keys
 
 
-def with_api(folder: Path, **api: str) -> Config:
+def with_api(folder: Path, **api: Any) -> Config:
     """A configuration in `folder` with this [api]."""
     import dataclasses
 

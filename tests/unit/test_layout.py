@@ -25,13 +25,14 @@ SECTIONS = {
     8: "Probes",
     9: "Discovery",
     10: "Mesh",
-    11: "Engine",
-    12: "Supervisor",
-    13: "Control",
-    14: "Status",
-    15: "Command",
+    11: "Files",
+    12: "Engine",
+    13: "Supervisor",
+    14: "Control",
+    15: "Status",
+    16: "Command",
 }
-PURE = (1, 2, 3, 4, 5, 6, 7, 14)
+PURE = (1, 2, 3, 4, 5, 6, 7, 15)
 IO_MODULES = frozenset({"asyncio", "os", "time", "socket", "subprocess", "zeroconf", "aiohttp", "click"})
 IO_MORE = frozenset({"web", "http", "logging", "fcntl", "random", "secrets", "select", "signal", "sys", "threading"})
 ALLOWED: frozenset[tuple[str, str]] = frozenset()  # (user, used): references down the file, each with its reason

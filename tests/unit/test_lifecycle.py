@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
 import pytest
-from hypothesis import settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from samples import ring_plan
@@ -15,28 +16,39 @@ from samples import ring_plan
 from shardbox import (
     BACKOFF_BASE_S,
     BACKOFF_CAP_S,
+    COPY_STALL_S,
+    HELD_TRIES,
     LEASE_S,
     LOAD_BASE_S,
     LOAD_BYTES_PER_S,
+    LOOK_GAP_S,
+    PAUSES,
     PREPARE_TIMEOUT_S,
     PROBE_TIMEOUT_S,
     QUICK_FAILURES,
     RESTART_MEMORY_S,
+    SAME_RING_S,
     STEADY_S,
+    WATCH_S,
     Effect,
     Event,
+    Held,
     Lease,
     Phase,
     PlanError,
+    Pulse,
     Ring,
     grant,
     step,
 )
 
 PLAN = ring_plan(5, 3)
+GRACE_S = 20.0
+TIMED = (Phase.COPYING, Phase.PREPARING, Phase.LOADING, Phase.PROBING, Phase.DRAINING, Phase.BACKOFF)
+LACKING = replace(PLAN, ranks=(PLAN.ranks[0], replace(PLAN.ranks[1], copy_bytes=100)))
 EVENTS = (
-    *("tick", "plan", "want", "unwant", "yield", "granted", "refused", "loaded", "answered", "trouble", "lost"),
-    *("leaving", "stopped"),
+    *("tick", "plan", "want", "unwant", "yield", "copied", "provisioned", "granted", "refused", "loaded", "answered"),
+    *("trouble", "stalled", "lost", "leaving", "stopped"),
 )
 PHASES = tuple(value for name, value in vars(Phase).items() if name.isupper() and isinstance(value, str))
 
@@ -51,8 +63,9 @@ class Driver:
         self.tokens = (f"g{n}" for n in itertools.count(1))
 
     def send(self, kind: str, **more: Any) -> tuple[Effect, ...]:
-        if kind == "plan":
-            more = {"plan": PLAN, "token": next(self.tokens), **more}
+        if kind.startswith("plan"):
+            more = {"plan": PLAN if kind == "plan" else LACKING, "token": next(self.tokens), **more}
+            kind = "plan"
         self.ring, effects = step(self.ring, Event(kind=kind, **more), self.now)
         self.effects += effects
         return effects
@@ -63,8 +76,12 @@ class Driver:
 
     def to(self, phase: str) -> Driver:
         """The usual way to a phase."""
+        if phase == Phase.DRAINING:
+            self.to(Phase.SERVING).send("leaving", grace_s=GRACE_S, reason="beta goes down")
+            return self
         ways: dict[str, tuple[str, ...]] = {
             Phase.WAITING: (),
+            Phase.COPYING: ("plan to copy",),
             Phase.PREPARING: ("plan",),
             Phase.LOADING: ("plan", "granted"),
             Phase.PROBING: ("plan", "granted", "loaded"),
@@ -106,21 +123,53 @@ def test_ring_goes_up_one_proof_at_a_time() -> None:
     assert (it.ring.phase, it.ring.served_since, it.ring.deadline) == (Phase.SERVING, it.now, 0.0)
 
 
+def test_ring_with_a_rank_that_lacks_the_model_copies_first() -> None:
+    it = Driver()
+    (effect,) = it.send("plan to copy")
+    assert (effect.kind, effect.plan, it.ring.phase) == ("provision", LACKING, Phase.COPYING)
+    assert it.ring.reason == "beta fetch it"
+    (effect,) = it.send("provisioned")
+    assert (effect.kind, it.ring.phase) == ("prepare", Phase.PREPARING)
+
+
+def test_ring_that_copies_has_a_deadline_that_follows_progress() -> None:
+    it = at(Phase.COPYING)
+    for count in range(5):
+        it.wait(COPY_STALL_S - 1)
+        assert it.ring.phase == Phase.COPYING
+        it.send("copied", reason=f"beta has {count} %")
+        assert it.ring.reason == f"beta has {count} %"
+    it.wait(COPY_STALL_S)
+    assert it.ring.phase == Phase.STOPPING and "the start deadline ran out while copying" in it.ring.last_trouble
+
+
+def test_ring_whose_copies_fail_is_never_given_up() -> None:
+    it = Driver()
+    for _ in range(2 * QUICK_FAILURES):
+        it.wait(BACKOFF_CAP_S * 2)
+        for kind in ("plan to copy", "trouble", "stopped"):
+            it.send(kind, reason="no room")
+    assert it.ring.phase == Phase.BACKOFF
+
+
 def test_ring_without_a_plan_says_what_it_waits_for() -> None:
     it = Driver()
     assert it.send("plan", plan=None, reason="waits for beta") == ()
     assert (it.ring.phase, it.ring.reason, it.ring.plan) == (Phase.WAITING, "waits for beta", None)
 
 
-ENDS = ("trouble", "refused", "lost", "leaving", "yield", "unwant")
+ENDS = ("trouble", "stalled", "refused", "lost", "leaving", "yield", "unwant")
 # What each event does in each phase: the phase after it. What is not here changes nothing at all.
 NEXT = {
     (Phase.WAITING, "plan"): Phase.PREPARING,
+    (Phase.COPYING, "copied"): Phase.COPYING,
+    (Phase.COPYING, "provisioned"): Phase.PREPARING,
     (Phase.PREPARING, "granted"): Phase.LOADING,
     (Phase.LOADING, "loaded"): Phase.PROBING,
     (Phase.PROBING, "answered"): Phase.SERVING,
     (Phase.STOPPING, "stopped"): Phase.BACKOFF,
     **{(phase, kind): Phase.STOPPING for phase in sorted(Phase.ACTIVE) for kind in ENDS},
+    (Phase.DRAINING, "leaving"): Phase.DRAINING,
     **{(phase, "unwant"): Phase.STOPPED for phase in (Phase.WAITING, Phase.BACKOFF, Phase.FAILED)},
     **{(phase, "want"): Phase.WAITING for phase in (Phase.STOPPED, Phase.FAILED, Phase.BACKOFF)},
 }
@@ -243,12 +292,29 @@ def test_loss_of_a_node_alone_never_fails_a_model(kind: str) -> None:
         it.wait(BACKOFF_CAP_S)
 
 
-@pytest.mark.parametrize("phase", sorted(Phase.ACTIVE))
+@pytest.mark.parametrize("phase", sorted(Phase.ACTIVE - {Phase.DRAINING}))
 def test_leaving_node_lets_a_whole_ring_end_in_order(phase: str) -> None:
     (effect,) = at(phase).send("leaving", reason="beta leaves")
-    assert effect.orderly == (phase in (Phase.PROBING, Phase.SERVING))
+    assert effect.orderly == (phase in (Phase.PROBING, Phase.SERVING, Phase.DRAINING))
     (effect,) = at(phase).send("lost", reason="beta is lost")
     assert not effect.orderly
+
+
+def test_leaving_node_lets_answers_end_then_the_ring() -> None:
+    it = at(Phase.DRAINING)
+    assert it.ring.reason == "beta goes down"
+    assert it.wait(GRACE_S - 1) == it.send("leaving", grace_s=GRACE_S) == ()
+    (effect,) = it.send("tick", idle=True)
+    assert (effect.kind, effect.orderly, it.ring.reason) == ("teardown", True, "beta goes down")
+    it.send("stopped")
+    assert (it.ring.phase, len(it.ring.restarts)) == (Phase.BACKOFF, 1)
+
+
+def test_leaving_node_waits_for_answers_no_longer_than_its_grace() -> None:
+    it = at(Phase.DRAINING)
+    assert it.wait(GRACE_S - 0.01) == ()
+    (effect,) = it.wait(0.02)
+    assert effect.kind == "teardown"
 
 
 def test_yield_to_another_leader_is_no_failure() -> None:
@@ -332,7 +398,7 @@ def test_unwant_from_every_phase_ends_stopped(phase: str) -> None:
     it = at(phase)
     effects = it.send("unwant")
     assert [effect.kind for effect in effects] == (["teardown"] if phase in Phase.ACTIVE else [])
-    assert all(effect.orderly == (phase in (Phase.PROBING, Phase.SERVING)) for effect in effects)
+    assert all(effect.orderly == (phase in (Phase.PROBING, Phase.SERVING, Phase.DRAINING)) for effect in effects)
     it.send("stopped")
     assert (it.ring.phase, it.ring.wanted, it.ring.generation) == (Phase.STOPPED, False, "")
     assert it.ring.plan is None
@@ -346,10 +412,11 @@ def test_unwant_from_every_phase_ends_stopped(phase: str) -> None:
 def test_want_from_every_phase_leads_to_service(phase: str) -> None:
     it = at(phase)
     it.send("want")
+    it.send("tick", idle=True)
     it.send("stopped")
     if it.ring.phase == Phase.BACKOFF:
         it.wait(BACKOFF_CAP_S * 2)
-    for kind in ("plan", "granted", "loaded", "answered"):
+    for kind in ("plan", "provisioned", "granted", "loaded", "answered"):
         it.send(kind)
     assert (it.ring.phase, it.ring.wanted) == (Phase.SERVING, True)
 
@@ -431,7 +498,7 @@ class AnySequence(RuleBasedStateMachine):
 
     @rule()
     def go_up(self) -> None:
-        for kind in ("plan", "granted", "loaded", "answered"):
+        for kind in ("plan", "provisioned", "granted", "loaded", "answered"):
             self.send(kind)
 
     @rule(seconds=st.sampled_from((0.5, 1, 15, 60, 130, 1000)))
@@ -451,7 +518,7 @@ class AnySequence(RuleBasedStateMachine):
             assert ring.generation == ""
         assert ring.wanted or ring.phase in (Phase.STOPPED, Phase.STOPPING)
         assert ring.phase != Phase.STOPPED or not ring.wanted
-        assert (ring.deadline > 0) == (ring.phase in (Phase.PREPARING, Phase.LOADING, Phase.PROBING, Phase.BACKOFF))
+        assert (ring.deadline > 0) == (ring.phase in TIMED)
         assert 0 <= ring.failures <= QUICK_FAILURES
 
 
@@ -494,3 +561,144 @@ def test_grant_after_it_ran_out_to_the_former_holder() -> None:
 def test_grant_of_the_same_generation_to_another_proposer_is_refused() -> None:
     with pytest.raises(PlanError, match="belongs to alpha"):
         ask(ask(None), proposer="beta")
+
+
+# --- requests that are held ---
+
+GENERATIONS = st.sampled_from(("", "g1", "g2"))
+HELD = st.builds(
+    Held, until=st.floats(0, 100), breaks=st.integers(0, HELD_TRIES), generation=GENERATIONS, broke_at=st.floats(0, 100)
+)
+
+
+@given(held=HELD, phase=st.sampled_from(PHASES), generation=GENERATIONS, now=st.floats(0, 200))
+def test_held_request_only_asks_a_ring_that_serves_and_always_ends(
+    held: Held, phase: str, generation: str, now: float
+) -> None:
+    if held.may_ask(phase, generation, now):
+        assert phase == Phase.SERVING
+    assert held.gives_up(phase, held.until)
+    assert held.gives_up(phase, max(now, held.until))
+    if phase == Phase.SERVING:  # it is never stuck in front of one that serves on
+        assert held.may_ask(phase, generation, held.broke_at + SAME_RING_S)
+
+
+@given(times=st.lists(st.floats(0, 1000), min_size=HELD_TRIES, max_size=HELD_TRIES))
+def test_held_request_gives_up_when_too_many_rings_broke_under_it(times: list[float]) -> None:
+    held = Held(until=1e9)
+    for tries, now in enumerate(times):
+        assert not held.gives_up(Phase.SERVING, now), tries
+        held = held.broken(f"g{tries}", now)
+    assert held.gives_up(Phase.SERVING, 0.0)
+
+
+def test_held_request_waits_for_another_ring_than_the_one_that_broke() -> None:
+    held = Held(until=60.0).broken("g1", 10.0)
+    assert not held.may_ask(Phase.SERVING, "g1", 10.1)  # its end is not known everywhere yet
+    assert held.may_ask(Phase.SERVING, "g2", 10.1)
+    assert held.may_ask(Phase.SERVING, "g1", 10.0 + SAME_RING_S)
+
+
+@pytest.mark.parametrize("phase", [Phase.STOPPED, Phase.FAILED])
+def test_held_request_does_not_wait_for_what_only_an_operator_starts(phase: str) -> None:
+    assert Held(until=60.0).gives_up(phase, 0.0)
+    assert not Held(until=60.0).gives_up(Phase.WAITING, 0.0)
+
+
+def test_ring_that_hung_says_so_until_it_answers() -> None:
+    it = at(Phase.SERVING)
+    it.send("stalled", reason="nothing moved")
+    it.send("stopped")
+    assert it.ring.stalled
+    it.wait(BACKOFF_CAP_S)
+    for kind in ("plan", "granted", "loaded"):
+        it.send(kind)
+        assert it.ring.stalled
+    it.send("answered")
+    assert not it.ring.stalled
+
+
+def test_ring_that_hangs_again_and_again_has_failed() -> None:
+    it = Driver()
+    for _ in range(QUICK_FAILURES):
+        it.to(Phase.SERVING).send("stalled", reason="nothing moved")
+        it.send("stopped")
+        it.wait(BACKOFF_CAP_S * 2)
+    assert it.ring.phase == Phase.FAILED
+
+
+# --- pace ---
+
+BOUNDS = st.tuples(st.floats(5, 100), st.floats(5, 100)).map(sorted)
+LOOK = st.tuples(st.floats(0.5, LOOK_GAP_S), st.booleans(), st.booleans())  # seconds, it moved, it has something to do
+
+
+def looked(pace: Pulse, looks: Sequence[tuple[float, bool, bool]]) -> tuple[Pulse, float]:
+    """The pace after a first look and these, and the time."""
+    now, number = 100.0, 0
+    pace = pace.seen("0", now, asked=True)
+    for seconds, moved, asked in looks:
+        now, number = now + seconds, number + moved
+        pace = pace.seen(str(number), now, asked=asked)
+    return pace, now
+
+
+@given(looks=st.lists(LOOK), bounds=BOUNDS)
+def test_stall_time_stays_within_its_bounds(looks: list[tuple[float, bool, bool]], bounds: list[float]) -> None:
+    pace, _ = looked(Pulse(), looks)
+    assert bounds[0] <= pace.stall_s(*bounds) <= bounds[1]
+
+
+@given(looks=st.lists(LOOK), bounds=BOUNDS, step_s=st.floats(0.5, WATCH_S))
+def test_hang_is_seen_within_one_stall_time_and_never_at_once(
+    looks: list[tuple[float, bool, bool]], bounds: list[float], step_s: float
+) -> None:
+    """The ring stops right after a look that found it moving."""
+    pace, now = looked(Pulse(), [*looks, (1.0, True, True)])
+    stall_s, hung_at = pace.stall_s(*bounds), now
+    assert not pace.hangs(stall_s)
+    while not pace.hangs(stall_s):
+        now += step_s
+        pace = pace.seen(pace.sign, now, asked=True)
+        assert pace.stall_s(*bounds) == stall_s  # silence teaches nothing
+    assert stall_s - 2 * WATCH_S < now - hung_at <= stall_s
+
+
+@given(looks=st.lists(LOOK), pause_s=st.integers(1, 100), bounds=BOUNDS)
+def test_ring_that_pauses_as_it_has_just_done_does_not_hang(
+    looks: list[tuple[float, bool, bool]], pause_s: int, bounds: list[float]
+) -> None:
+    quiet = [(1.0, False, True)] * pause_s
+    pace, now = looked(Pulse(), [*looks, (1.0, True, True), *quiet, (0.0, True, True)])
+    stall_s = pace.stall_s(*bounds)
+    assert stall_s >= min(bounds[1], PAUSES * pause_s)
+    for seconds, _, _ in quiet:
+        now += seconds
+        pace = pace.seen(pace.sign, now, asked=True)
+    assert not pace.hangs(stall_s) or pause_s > bounds[1] - 2 * WATCH_S
+
+
+@given(looks=st.lists(LOOK), idle_s=st.lists(st.floats(0, 1e6)))
+def test_idle_ring_never_hangs(looks: list[tuple[float, bool, bool]], idle_s: list[float]) -> None:
+    pace, now = looked(Pulse(), looks)
+    for seconds in [*idle_s, 1.0]:
+        now += seconds
+        pace = pace.seen(pace.sign, now, asked=False)
+        assert not pace.hangs(5.0)
+
+
+def test_watcher_that_slept_saw_no_hang() -> None:
+    """A box that was suspended for an hour, or whose clock jumped."""
+    pace, now = looked(Pulse(), [(1.0, True, True)])
+    assert not pace.seen(pace.sign, now + 3600, asked=True).hangs(10.0)
+
+
+def test_stall_time_forgets_a_long_pause() -> None:
+    pace, _ = looked(Pulse(), [*[(1.0, False, True)] * 9, (1.0, True, True)])
+    assert pace.stall_s(5, 100) == 40.0
+    pace, _ = looked(pace, [(1.0, True, True)] * 60)
+    assert pace.stall_s(5, 100) == 5.0
+
+
+def test_stall_time_is_the_longest_while_the_pace_is_unknown() -> None:
+    assert Pulse().stall_s(5, 100) == 100

@@ -17,7 +17,7 @@ from typing import Literal
 from unittest import mock
 
 import pytest
-from test_gguf import llama_metadata, llama_tensors, write_gguf
+from models import llama_metadata, llama_tensors, write_gguf
 
 from shardbox import (
     CHUNK_BYTES,

@@ -130,7 +130,7 @@ def test_status_first_line_is_for_a_pager(given: Snapshot) -> None:
     text, _, data = line.partition(" | ")
     assert text
     pairs = dict(pair.split("=") for pair in data.split(" "))
-    assert set(pairs) == {"ranks", "tok_s", "nodes", "in_flight"}
+    assert set(pairs) == {"ranks", "tok_s", "nodes", "in_flight", "held"}
     assert all(float(value) >= 0 for value in pairs.values())
     assert status_text(given, verbose=False) == line
     assert status_text(given).splitlines()[0] == line
@@ -150,7 +150,7 @@ def test_status_words_are_the_plugin_conventions() -> None:
 def test_status_line_of_a_good_cluster_word_for_word() -> None:
     assert status_line(snapshot(model(tokens_per_s=11.24, in_flight=1))) == (
         OK,
-        "SHARDBOX OK - qwq-32b 3/3 ranks, leader alpha, 11.2 tok/s | ranks=3 tok_s=11.2 nodes=3 in_flight=1",
+        "SHARDBOX OK - qwq-32b 3/3 ranks, leader alpha, 11.2 tok/s | ranks=3 tok_s=11.2 nodes=3 in_flight=1 held=0",
     )
 
 
@@ -236,12 +236,17 @@ def test_ranks_table_adds_up_wires_and_shows_exits() -> None:
 
 
 def test_status_text_shows_all_that_there_is() -> None:
-    given = snapshot(model(), exits=("12:00 killed", "11:00 died"), refusals={"wrong_secret": 3, "a": 1})
+    given = snapshot(
+        model(),
+        exits=("12:00 killed", "11:00 died"),
+        refusals={"wrong_secret": 3, "a": 1},
+        last_refused={"a": "10.0.0.9"},
+    )
     text = status_text(given)
     assert "node alpha of cluster attic, shardbox 0.1.0, up 2 h 1 min, endpoint http://127.0.0.1:8080/v1" in text
     assert "model qwq-32b: serving\n  windows set by hand in `layers`\n  RANK" in text
     assert text.index("12:00 killed") < text.index("11:00 died")
-    assert text.endswith("refused connections: a 1, wrong_secret 3")
+    assert text.endswith("\nREFUSED       TIMES  LAST\na             1      10.0.0.9\nwrong_secret  3      -")
 
 
 def test_plan_text_shows_ranges_reasons_and_who_is_left_out() -> None:
