@@ -29,80 +29,54 @@ Sections, top to bottom; none uses a later one:
 
 from __future__ import annotations
 
+import base64
 import collections
 import contextlib
+import ctypes
+import dataclasses
+import difflib
 import errno
+import fcntl
+import fnmatch
 import functools
+import gc
+import hashlib
+import hmac
+import importlib
+import ipaddress
 import itertools
+import json
+import logging
 import math
 import os
+import platform
+import random
 import re
+import secrets
 import select
+import signal
+import socket
 import stat
 import struct
+import subprocess
 import sys
+import tempfile
+import threading
 import time
 import types
-from _thread import RLock
+import typing
+import urllib.parse
+import uuid
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Executor, ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from io import BufferedReader
+from typing import TYPE_CHECKING, Any, BinaryIO, TypeAlias, TypeVar
 
-
-class Lazy:
-    """A module, or another object that takes time to make: made when it is first asked for something."""
-
-    def __init__(self, name: str, make: Callable[[], Any]) -> None:
-        self._name, self._make = name, make
-
-    def make_now(self) -> Any:
-        """The real one, which takes the place of this."""
-        made = globals()[self._name] = self._make()
-        return made
-
-    def __getattr__(self, attribute: str) -> Any:
-        return getattr(self.make_now(), attribute)
-
-
-def load_all() -> None:
-    """Import everything now: whoever runs for weeks, or forks, does not depend on files that may vanish."""
-    for value in list(globals().values()):
-        if isinstance(value, Lazy):
-            value.make_now()
-
-
-TYPE_CHECKING = False
 if TYPE_CHECKING:
-    import argparse
     import asyncio
-    import base64
-    import concurrent.futures
-    import ctypes
-    import dataclasses
-    import difflib
-    import fcntl
-    import fnmatch
-    import gc
-    import hashlib
-    import hmac
-    import ipaddress
-    import json
-    import logging
-    import platform
-    import random
-    import secrets
-    import signal
-    import socket
     import ssl
-    import subprocess
-    import tempfile
-    import threading
-    import typing
-    import urllib.parse
-    import uuid
-    from concurrent.futures import Executor
-    from dataclasses import dataclass, field, replace
-    from io import BufferedReader
-    from typing import Any, BinaryIO, TypeAlias, TypeVar
 
     import aiohttp
     from aiohttp import web
@@ -111,64 +85,23 @@ if TYPE_CHECKING:
     from cryptography.x509 import Certificate
     from zeroconf.asyncio import AsyncServiceBrowser, AsyncZeroconf
 
-    T = TypeVar("T")
-    log = logging.getLogger("shardbox")
-else:  # the same when it is first used: cron asks for `status` every minute, and all of it takes 0.3 s
-    _MODULES = """aiohttp argparse asyncio base64 concurrent.futures ctypes dataclasses difflib fcntl fnmatch gc hashlib
-        hmac ipaddress json logging platform random secrets signal socket ssl subprocess tempfile threading typing
-        urllib.parse uuid"""
-    for _module in _MODULES.split():
-        _name = _module.partition(".")[0]
-        globals()[_name] = Lazy(_name, functools.partial(__import__, _module))
-    web = Lazy("web", lambda: __import__("aiohttp.web").web)
-    log = Lazy("log", lambda: logging.getLogger("shardbox"))
 
-    _making, _unmade = RLock(), {}  # dataclasses that nobody has used yet, and their options
+class LazyModule:
+    """A module that is imported at its first use: cron asks for `status` every minute, and these take 0.25 s."""
 
-    def _make(cls: type) -> None:
-        with _making:
-            for base in cls.__mro__[::-1]:
-                if base in _unmade:
-                    for name, value in list(vars(base).items()):
-                        if isinstance(value, field):
-                            setattr(base, name, dataclasses.field(**value.options))
-                    dataclasses.dataclass(**_unmade[base])(base)
-                    del _unmade[base]
+    def __init__(self, name: str) -> None:
+        self._name = name
 
-    class field:
-        """dataclasses.field: what it will be made of."""
+    def __getattr__(self, attribute: str) -> Any:
+        return getattr(importlib.import_module(self._name), attribute)
 
-        def __init__(self, **options: Any) -> None:
-            self.options = options
 
-    class _Fields:
-        """What a dataclass that nobody has used yet says of its fields: it is then made."""
-
-        def __get__(self, instance: Any, cls: type) -> Any:
-            _make(cls)
-            return cls.__dataclass_fields__
-
-    def _new(cls: type, *args: Any, **values: Any) -> Any:
-        if cls in _unmade:
-            _make(cls)
-        return object.__new__(cls)
-
-    def dataclass(**options: Any) -> Callable[[type], type]:
-        """dataclasses.dataclass, but made at the first use: each takes 0.5 ms (Python 3.11, 2026-12)."""
-
-        def decorate(cls: type) -> type:
-            _unmade[cls], cls.__new__, cls.__dataclass_fields__ = options, _new, _Fields()
-            return cls
-
-        return dataclasses.dataclass(**options) if "slots" in options else decorate  # slots need another class
-
-    def replace(value: Any, **changes: Any) -> Any:
-        """dataclasses.replace."""
-        return dataclasses.replace(value, **changes)
-
+if not TYPE_CHECKING:
+    asyncio, aiohttp, web = LazyModule("asyncio"), LazyModule("aiohttp"), LazyModule("aiohttp.web")
 
 VERSION = "0.1.0"
 PROTOCOL = 1  # of control messages and services between nodes; another number is named, never guessed at
+log = logging.getLogger("shardbox")
 
 
 # ======================================================================================================
@@ -262,6 +195,8 @@ _SIZE_UNITS = {
     "tb": 10**12,
 }
 
+T = TypeVar("T")
+
 
 def parse_size(text: str) -> int:
     """Bytes of a size such as "20GiB", "1.5 GB" or "4096". Raises ValueError with the accepted forms."""
@@ -314,13 +249,13 @@ def to_json(value: Any) -> Any:
 def from_json(kind: type[T], data: Any, where: str = "message") -> T:
     """The dataclass `kind` from plain JSON values; unknown keys are ignored, so that nodes of two versions
     can talk. Raises MessageError naming the first field that does not fit."""
-    return typing.cast("T", _decode(kind, data, where))
+    return typing.cast(T, _decode(kind, data, where))
 
 
 def _decode(kind: Any, data: Any, where: str) -> Any:
     origin, args = typing.get_origin(kind), typing.get_args(kind)
     optional = origin in (typing.Union, types.UnionType)
-    if kind is typing.Any or (optional and data is None):
+    if kind is Any or (optional and data is None):
         return data
     if optional:
         return _decode(next(arg for arg in args if arg is not type(None)), data, where)
@@ -343,7 +278,7 @@ _HINTS: dict[Any, dict[str, Any]] = {}
 def _decode_dataclass(kind: Any, data: Any, where: str) -> Any:
     if not isinstance(data, dict):
         raise MessageError(f"expected an object, got {type(data).__name__}", where=where)
-    hints = _HINTS.setdefault(kind, typing.get_type_hints(kind, localns={"Any": typing.Any}))
+    hints = _HINTS.setdefault(kind, typing.get_type_hints(kind))
     values = {}
     for field in dataclasses.fields(kind):
         if field.name in data:
@@ -364,13 +299,13 @@ def digest(value: Any) -> str:
 # ======================================================================================================
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ClusterConfig:
     """[cluster]: who belongs together, and how they find each other."""
 
     name: str = "shardbox"
     secret_file: str = ""  # as written; resolved by whoever reads it, relative to the TOML's folder
-    secret: str = field(default="", repr=False)
+    secret: str = dataclasses.field(default="", repr=False)
     old_secret_file: str = ""  # of the secret before this one, during a change
     discovery: str = "mdns"
     encryption: str = "on"
@@ -380,7 +315,7 @@ class ClusterConfig:
     copy_limit: int | None = None  # bytes a second of a node; None: as fast as may be, slowly while an engine answers
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class PortsConfig:
     """[ports]: TCP ports. `mesh` is the one that other boxes must reach."""
 
@@ -390,7 +325,7 @@ class PortsConfig:
     signal: int = 10000
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ApiConfig:
     """[api]: who may use the OpenAI endpoint."""
 
@@ -399,9 +334,10 @@ class ApiConfig:
     tls_cert: str = ""  # PEM files, relative to the TOML's folder; "": plain HTTP
     tls_key: str = ""
     hold_s: float = 60.0  # how long a request waits for a ring that forms again
+    drain_s: float = 20.0  # how long a node that goes down lets answers in progress end
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class EngineConfig:
     """[engine], or [nodes.engine] merged over it: where the binaries are and how they run."""
 
@@ -409,7 +345,7 @@ class EngineConfig:
     path: tuple[str, ...] = ("bin",)
     lib: str = ""
     args: tuple[str, ...] = ()
-    env: dict[str, str] = field(default_factory=dict)
+    env: dict[str, str] = dataclasses.field(default_factory=dict)
     threads: int = 0
     isolate: str = "auto"
     share: bool = True
@@ -417,7 +353,7 @@ class EngineConfig:
     stall_max_s: float = 30.0
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class NodeConfig:
     """One [[nodes]] entry, with the cluster-wide [engine] and [ports] merged in."""
 
@@ -427,11 +363,11 @@ class NodeConfig:
     memory_bytes: int | None = None  # None: measured
     gpu_memory_bytes: int | None = None  # None: measured ("auto"); 0: leave the GPU alone
     model_dirs: tuple[str, ...] = ()
-    engine: EngineConfig = field(default_factory=EngineConfig)
-    ports: PortsConfig = field(default_factory=PortsConfig)
+    engine: EngineConfig = EngineConfig()
+    ports: PortsConfig = PortsConfig()
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class RehearseConfig:
     """models.rehearse: what a model that is not there would look like, for the rehearsal engine only."""
 
@@ -440,7 +376,7 @@ class RehearseConfig:
     bytes: int
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ModelConfig:
     """One [[models]] entry."""
 
@@ -453,22 +389,22 @@ class ModelConfig:
     max_output: int = 0  # tokens; 0: no limit of ours
     nodes: tuple[str, ...] = ()  # which may hold it; (): every one
     leader: str = ""  # "": planned
-    layers: dict[str, int] = field(default_factory=dict)  # node -> layer window; {}: planned
+    layers: dict[str, int] = dataclasses.field(default_factory=dict)  # node -> layer window; {}: planned
     autostart: bool = True
     embeddings: bool = False
     rehearse: RehearseConfig | None = None
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Config:
     """A whole shardbox.toml."""
 
     file: str  # the path as the user gave it
     folder: str  # that relative paths in it start from
-    cluster: ClusterConfig = field(default_factory=ClusterConfig)
-    ports: PortsConfig = field(default_factory=PortsConfig)
-    api: ApiConfig = field(default_factory=ApiConfig)
-    engine: EngineConfig = field(default_factory=EngineConfig)
+    cluster: ClusterConfig = ClusterConfig()
+    ports: PortsConfig = PortsConfig()
+    api: ApiConfig = ApiConfig()
+    engine: EngineConfig = EngineConfig()
     nodes: tuple[NodeConfig, ...] = ()
     models: tuple[ModelConfig, ...] = ()
 
@@ -504,8 +440,8 @@ _Path = tuple[str | int, ...]  # such as ("nodes", 0, "ports", "data")
 # --- where a key stands: tomli tells no positions, so the text that it has accepted is scanned for keys ---
 
 _BARE = r"[A-Za-z0-9_-]+"
-_STATEMENT = rf"[ \t]*(\[\[?)?[ \t]*({_BARE}(?:[ \t]*\.[ \t]*{_BARE})*)[ \t]*[\]=]"
-_QUOTED = r'''(?s)"""(?:\\.|[^\\])*?"{3,5}|\'\'\'.*?'{3,5}|"(?:\\.|[^"\\\n])*"|'[^'\n]*'|#[^\n]*'''
+_STATEMENT = re.compile(rf"[ \t]*(\[\[?)?[ \t]*({_BARE}(?:[ \t]*\.[ \t]*{_BARE})*)[ \t]*[\]=]")
+_QUOTED = re.compile(r'''"""(?:\\.|[^\\])*?"{3,5}|\'\'\'.*?'{3,5}|"(?:\\.|[^"\\\n])*"|'[^'\n]*'|#[^\n]*''', re.DOTALL)
 
 
 def _key_lines(text: str) -> dict[_Path, int]:
@@ -514,9 +450,9 @@ def _key_lines(text: str) -> dict[_Path, int]:
     elements: Counter[_Path] = Counter()
     table: _Path = ()
     depth = 0
-    plain = re.sub(_QUOTED, lambda found: "_" + "\n" * found[0].count("\n"), text)
+    plain = _QUOTED.sub(lambda found: "_" + "\n" * found[0].count("\n"), text)
     for number, line in enumerate(plain.split("\n"), 1):
-        if depth == 0 and (found := re.match(_STATEMENT, line)):
+        if depth == 0 and (found := _STATEMENT.match(line)):
             bracket, parts = found[1], re.findall(_BARE, found[2])
             path: _Path = () if bracket else table
             for n, part in enumerate(parts[:6], 1):  # nothing of ours is deeper
@@ -546,19 +482,19 @@ def _shown(value: Any, private: bool = False) -> str:
     return _KINDS.get(type(value), "a date or time")
 
 
-@dataclass(kw_only=True, eq=False)
+@dataclass(slots=True, kw_only=True, eq=False)
 class _Report:
     """All that is wrong with one file."""
 
     file: str
     lines: Mapping[_Path, int]
-    problems: list[tuple[int, ShardboxError]] = field(default_factory=list)  # with its line, or 0
+    problems: list[tuple[int, ShardboxError]] = dataclasses.field(default_factory=list)  # with its line, or 0
     more: int = 0
-    wrong: set[_Path] = field(default_factory=set)  # keys that no further check builds on
-    around: set[_Path] = field(default_factory=set)  # the tables that they stand in
+    wrong: set[_Path] = dataclasses.field(default_factory=set)  # keys that no further check builds on
+    around: set[_Path] = dataclasses.field(default_factory=set)  # the tables that they stand in
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class _Place:
     """A key of the file, or an element of a list in it."""
 
@@ -604,7 +540,7 @@ class _Place:
 
 # --- readers: value and place -> what the dataclass holds; None for its default, or when a problem was noted ---
 
-_Reader: TypeAlias = "Callable[[Any, _Place], Any]"
+_Reader = Callable[[Any, _Place], Any]
 
 
 def _number(low: int, high: int, hint: str = "", kind: type[int | float] = int) -> _Reader:
@@ -652,7 +588,7 @@ def _interface(value: Any, place: _Place) -> Any:
     return place.must('an interface name or an IPv4 network such as "eth0" or "192.168.1.0/24"', value)
 
 
-_OWN_FLAGS = (
+_OWN_FLAGS = re.compile(
     r"(--(?:world|rank|master|next|n-layer-window|data-port|signal-port|host|port|model|ctx-size|parallel|threads"
     r"|embeddings?)|-(?:lw|m|c|np|t))(?![^\s=])"
 )
@@ -660,7 +596,7 @@ _OWN_FLAGS = (
 
 def _argument(value: Any, place: _Place) -> Any:
     """An engine argument that shardbox does not set. Of `--flag=value` only the flag is shown."""
-    if found := isinstance(value, str) and re.match(_OWN_FLAGS, value.replace("_", "-")):  # as llama.cpp reads it
+    if found := isinstance(value, str) and _OWN_FLAGS.match(value.replace("_", "-")):  # as llama.cpp reads it
         return place.add(f"{found[1]} is set by shardbox itself", "from [ports], engine.threads and [[models]]")
     return _line(value, place)
 
@@ -735,8 +671,8 @@ _BASE_HINT = f"Prima needs {PORT_BLOCK} ports from here; leave it out for"
 _PORTS: dict[str, _Reader] = {
     "mesh": _number(1, 65535),
     "api": _number(1, 65535),
-    "data": _number(1024, 65535 - PORT_BLOCK, f"{_BASE_HINT} {PortsConfig.data}"),
-    "signal": _number(1024, 65535 - PORT_BLOCK, f"{_BASE_HINT} {PortsConfig.signal}"),
+    "data": _number(1024, 65535 - PORT_BLOCK, f"{_BASE_HINT} {PortsConfig().data}"),
+    "signal": _number(1024, 65535 - PORT_BLOCK, f"{_BASE_HINT} {PortsConfig().signal}"),
 }
 _NODE_ENGINE: dict[str, _Reader] = {
     "path": _list(_path, "a folder or a list of folders", lone=True),
@@ -768,6 +704,7 @@ _FILE = _table({
         "tls_cert": _line,
         "tls_key": _line,
         "hold_s": _number(0, 3600, kind=float),
+        "drain_s": _number(0, 3600, kind=float),
     }),
     "engine": _table({
         "kind": _kind,
@@ -940,7 +877,7 @@ def parse_config(data: bytes, *, file: str, folder: str) -> Config:
 # ======================================================================================================
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ModelShape:
     """What the planner needs to know of a model; all sizes in bytes as stored in the file."""
 
@@ -963,7 +900,7 @@ class ModelShape:
     chat_template: bool = False
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class GpuFacts:
     """One accelerator as NVML reports it; None where it gives no reading (a Jetson shares the memory)."""
 
@@ -974,7 +911,7 @@ class GpuFacts:
     note: str = ""
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryFacts:
     """Memory of this box or, in a container, of its control group."""
 
@@ -983,7 +920,7 @@ class MemoryFacts:
     source: str = "meminfo"
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class BinaryFacts:
     """One engine binary: "leader" is llama-server, "worker" is llama-cli."""
 
@@ -996,7 +933,7 @@ class BinaryFacts:
     hint: str = ""
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ModelFacts:
     """One [[models]] entry as this node finds it."""
 
@@ -1013,7 +950,7 @@ class ModelFacts:
     hint: str = ""
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class AddressFacts:
     """One IPv4 address that other boxes may use."""
 
@@ -1023,7 +960,7 @@ class AddressFacts:
     note: str = ""  # such as "link-local, nothing better was found"
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class NodeFacts:
     """Everything that a node knows of itself and tells the others."""
 
@@ -1044,7 +981,7 @@ class NodeFacts:
     models: tuple[ModelFacts, ...] = ()
     isolation: str = ""  # "" when engines can be closed in, else why not
     engine_kind: str = "prima"
-    ports: PortsConfig = field(default_factory=PortsConfig)
+    ports: PortsConfig = PortsConfig()
     own_bytes: int = 0  # memory held by our own engines now: it counts as free
     key: str = ""  # its public key, as [[nodes]] may pin it
     engine_root: str = ""  # content hash of the engine files that it gives to boxes of the same platform
@@ -1106,7 +1043,7 @@ _OTHER_FILES = (  # how it begins, what such a file is, what to do
 GgufValue = str | int | float | tuple[int | float, ...]
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class TensorInfo:
     """One tensor's entry; `offset` counts from the header's `data_offset`, `bytes` is without padding."""
 
@@ -1117,7 +1054,7 @@ class TensorInfo:
     bytes: int
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class GgufHeader:
     """The checked header of one GGUF file, which may be one part of a split model."""
 
@@ -1366,7 +1303,7 @@ CONTEXT_STEP = 32  # llama.cpp rounds a context up to this
 PREFILL_BATCH = 512  # tokens; llama.cpp's default ubatch, what compute buffers are sized for
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class RankPlan:
     """What one node does in a ring. Sizes in bytes; `free_bytes` is what the plan leaves of its budget."""
 
@@ -1385,7 +1322,7 @@ class RankPlan:
     copy_bytes: int = 0  # of the model's file, which this node has to fetch first
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ModelPlan:
     """How one model is served: rank 0 leads. `world` 1 means one node holds it all."""
 
@@ -1397,7 +1334,7 @@ class ModelPlan:
     shape: ModelShape
     reason: str
     root: str = ""  # the content hash that counts; "" while it is not known
-    left_out: dict[str, str] = field(default_factory=dict)  # node -> why
+    left_out: dict[str, str] = dataclasses.field(default_factory=dict)  # node -> why
 
     @property
     def world(self) -> int:
@@ -1414,7 +1351,7 @@ class ModelPlan:
         return next((rank for rank in self.ranks if rank.node == node), None)
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Room:
     """What one node may spend on a model, in bytes, after caps, head-room and models placed before."""
 
@@ -1430,7 +1367,7 @@ class Room:
         return self.ram_bytes + self.gpu_bytes
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Costs:
     """What a model costs in bytes, independent of where it goes."""
 
@@ -1648,7 +1585,7 @@ def plan_model(
 _Ring = list[tuple[Room, int]]  # each rank's node and layer window, the leader first
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class _Draft:
     """One model's way to a plan: rooms are sorted, the roomiest first."""
 
@@ -1836,7 +1773,7 @@ def api_url(config: Config, node: NodeConfig) -> str:
     return f"http{'s' if config.api.tls_cert else ''}://{config.api.bind}:{node.ports.api}/v1"
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Route:
     """One port that the engine here will dial on 127.0.0.1, and the rank that it stands for."""
 
@@ -1846,7 +1783,7 @@ class Route:
     port: int  # on this box
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class RankWiring:
     """All that is needed to start one rank on its own box."""
 
@@ -1946,16 +1883,17 @@ class Phase:
     LOADING = "loading"  # engines start and read the model
     PROBING = "probing"  # one real token
     SERVING = "serving"
+    DRAINING = "draining"  # one of its nodes goes: answers in progress may end
     STOPPING = "stopping"
     BACKOFF = "backoff"
     FAILED = "failed"
-    WHOLE = frozenset({PROBING, SERVING})
+    WHOLE = frozenset({PROBING, SERVING, DRAINING})
     ACTIVE = WHOLE | {COPYING, PREPARING, LOADING}
     ALL = ACTIVE | {STOPPED, WAITING, STOPPING, BACKOFF, FAILED}
-    TELLING = (SERVING, PROBING, LOADING, PREPARING, COPYING, STOPPING, FAILED, BACKOFF)  # whose word counts first
+    TELLING = (SERVING, DRAINING, PROBING, LOADING, PREPARING, COPYING, STOPPING, FAILED, BACKOFF)  # who counts first
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Ring:
     """The proposer's view of one model. Times are monotonic seconds of this node."""
 
@@ -1974,7 +1912,7 @@ class Ring:
     stalled: bool = False  # it hung, and has not answered since
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Event:
     """Something that happened to a ring. `generation` fences those that come late; "" fits every one."""
 
@@ -1984,9 +1922,11 @@ class Event:
     plan: ModelPlan | None = None
     token: str = ""  # a fresh random generation, for `plan`
     jitter: float = 0.0  # 0..1, for `stopped`
+    grace_s: float = 0.0  # for answers in progress, for `leaving`
+    idle: bool = False  # nobody waits for an answer, for `tick`
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Effect:
     """What the supervisor has to do: provision | prepare | launch | probe | teardown."""
 
@@ -2054,7 +1994,7 @@ def _on_answered(ring: Ring, event: Event, now: float) -> _Step:
 
 def _on_trouble(ring: Ring, event: Event, now: float) -> _Step:
     """Anything that breaks the ring: all of it stops."""
-    serving, whole = ring.phase == Phase.SERVING, ring.phase in Phase.WHOLE
+    serving, whole = ring.phase in (Phase.SERVING, Phase.DRAINING), ring.phase in Phase.WHOLE
     failures = 1 if serving and now - ring.served_since >= STEADY_S else ring.failures + 1
     blameless = ring.phase in (Phase.COPYING, Phase.PREPARING) or event.kind in ("refused", "lost", "leaving")
     if blameless:  # no engine is to blame: it is never given up
@@ -2064,6 +2004,15 @@ def _on_trouble(ring: Ring, event: Event, now: float) -> _Step:
     ring = replace(ring, last_trouble=event.reason, failures=failures, restarts=restarts, stalled=stalled)
     ring = _move(ring, now, Phase.STOPPING, event.reason)
     return _act(ring, "teardown", reason=event.reason, orderly=whole and event.kind == "leaving")
+
+
+def _on_leaving(ring: Ring, event: Event, now: float) -> _Step:
+    """A node of the ring goes down: answers in progress may end first."""
+    if ring.phase == Phase.DRAINING:
+        return ring, ()
+    if ring.phase == Phase.SERVING and event.grace_s > 0:
+        return _move(ring, now, Phase.DRAINING, event.reason, now + event.grace_s), ()
+    return _on_trouble(ring, event, now)
 
 
 def _on_yield(ring: Ring, event: Event, now: float) -> _Step:
@@ -2105,8 +2054,11 @@ def _on_tick(ring: Ring, event: Event, now: float) -> _Step:
     """Time alone: deadlines, the end of a pause, and old restarts that no longer count."""
     if ring.restarts and now - ring.restarts[0] > RESTART_MEMORY_S:
         ring = replace(ring, restarts=ring.restarts[1:])
-    if not ring.deadline or now < ring.deadline:
+    drained = ring.phase == Phase.DRAINING and event.idle
+    if not drained and (not ring.deadline or now < ring.deadline):
         return ring, ()
+    if ring.phase == Phase.DRAINING:
+        return _on_trouble(ring, Event(kind="leaving", reason=ring.reason), now)
     if ring.phase == Phase.BACKOFF:
         return _move(ring, now, Phase.WAITING, ring.last_trouble), ()
     why = f"the start deadline ran out while {ring.phase}: {event.reason or 'no rank says why'}"
@@ -2121,7 +2073,8 @@ _STEPS: dict[str, tuple[frozenset[str], Callable[[Ring, Event, float], _Step]]] 
     "granted": (frozenset({Phase.PREPARING}), _on_granted),
     "loaded": (frozenset({Phase.LOADING}), _on_loaded),
     "answered": (frozenset({Phase.PROBING}), _on_answered),
-    **dict.fromkeys(("trouble", "stalled", "refused", "lost", "leaving"), (Phase.ACTIVE, _on_trouble)),
+    **dict.fromkeys(("trouble", "stalled", "refused", "lost"), (Phase.ACTIVE, _on_trouble)),
+    "leaving": (Phase.ACTIVE, _on_leaving),
     "yield": (Phase.ACTIVE, _on_yield),
     "stopped": (frozenset({Phase.STOPPING}), _on_stopped),
     "want": (Phase.ALL, _on_want),
@@ -2130,7 +2083,7 @@ _STEPS: dict[str, tuple[frozenset[str], Callable[[Ring, Event, float], _Step]]] 
 }
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Lease:
     """One rank's promise to one proposer, on this node's own clock. One a model: two leaders cannot share it."""
 
@@ -2140,7 +2093,7 @@ class Lease:
     expires: float
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Expected:
     """What the leader has, for each rank to compare with: "" is not compared."""
 
@@ -2164,7 +2117,7 @@ PAUSES = 4.0  # a ring hangs when it is quiet for so many times the longest paus
 PAUSE_DECAY = 0.95  # of that pause, at each sign of life
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Pulse:
     """How a ring that is asked shows signs of life (see sign_of_life), to one who looks every WATCH_S. Seconds."""
 
@@ -2195,7 +2148,7 @@ HELD_TRIES = 3  # rings that may break under one request: more, and it may be wh
 SAME_RING_S = 3.0  # a ring that broke off a request, but is still said to serve after so long, is asked again
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Held:
     """A request whose client has been sent nothing yet, so that another ring may answer it. Monotonic seconds."""
 
@@ -2218,7 +2171,7 @@ class Held:
         return now >= self.until or self.breaks >= HELD_TRIES or phase in (Phase.STOPPED, Phase.FAILED)
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class WireView:
     """One forwarded port as `status` shows it."""
 
@@ -2230,7 +2183,7 @@ class WireView:
     received_bytes: int
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class RankView:
     """One rank as its own node sees it."""
 
@@ -2252,7 +2205,7 @@ class RankView:
     wires: tuple[WireView, ...] = ()
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ModelView:
     """One model as its leader, or the node that waits to lead it, tells it."""
 
@@ -2275,7 +2228,7 @@ class ModelView:
     plan: ModelPlan | None = None
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class PeerView:
     """One node, or something that is not (yet) one, as this node sees it."""
 
@@ -2294,7 +2247,7 @@ class PeerView:
     cores: int = 0
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class CopyView:
     """A file on its way to a node, as that node tells it."""
 
@@ -2322,7 +2275,7 @@ def copy_text(view: CopyView) -> str:
     return text + (f", from {', '.join(view.givers)}" if view.givers else "")
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Snapshot:
     """All that `status` needs, from one node, at one moment."""
 
@@ -2337,9 +2290,9 @@ class Snapshot:
     models: tuple[ModelView, ...]
     warnings: tuple[str, ...]
     exits: tuple[str, ...]  # last engine exits with their diagnosis, newest first
-    refusals: dict[str, int] = field(default_factory=dict)
+    refusals: dict[str, int] = dataclasses.field(default_factory=dict)
     copies: tuple[CopyView, ...] = ()  # of all nodes
-    last_refused: dict[str, str] = field(default_factory=dict)  # kind -> who it was
+    last_refused: dict[str, str] = dataclasses.field(default_factory=dict)  # kind -> who it was
 
 
 # --- diagnosis: an engine's end in one sentence (pure) ------------------------------------------------
@@ -2989,7 +2942,7 @@ class Surveyor:
         signature = [file_signature(path) for path in paths]
         if key not in self._known or self._known[key][0] != signature:
             self._known[key] = (signature, probe())
-        return typing.cast("T", self._known[key][1])
+        return typing.cast(T, self._known[key][1])
 
     def _with_root(self, copy: ModelFacts) -> ModelFacts:
         root, problem = self._roots.get(copy.path, ("", ""))
@@ -3169,7 +3122,7 @@ def short_socket_path(path: str) -> Iterator[str]:
 SERVICE_TYPE = "_shardbox._tcp.local."
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Hint:
     """Where a node may be. `cluster` and `protocol` are what an advert claims; a static address claims ours."""
 
@@ -3328,7 +3281,7 @@ _LENGTH = struct.Struct(">I")
 _OVERHEAD_BYTES = _LENGTH.size + 16
 
 
-@dataclass()
+@dataclass(slots=True)
 class WireStats:
     """Counters of one wire. Writers use plain +=: CPython does not switch threads within one."""
 
@@ -3339,7 +3292,7 @@ class WireStats:
     resets: int = 0  # ended unclean, or could not be dialled
 
 
-@dataclass(frozen=True, repr=False)
+@dataclass(frozen=True, slots=True, repr=False)
 class MeshKeys:
     """What a node needs to prove itself and to check others; lives in memory only."""
 
@@ -3519,10 +3472,10 @@ def _reset(sock: socket.socket) -> None:
     sock.close()
 
 
-def _wake(sock: socket.socket, how: int | None = None) -> None:
+def _wake(sock: socket.socket, how: int = socket.SHUT_RDWR) -> None:
     """End the waiting of a thread in `sock`, or in a duplicate of it; nothing can be had from it any more."""
     with contextlib.suppress(OSError):
-        sock.shutdown(socket.SHUT_RDWR if how is None else how)
+        sock.shutdown(how)
 
 
 def _widened(pipe: int) -> int:
@@ -3829,7 +3782,7 @@ def _handshake_failure(error: OSError) -> tuple[str, str, str]:
     return "not_tls", "protocol", "what answers there is no shardbox"
 
 
-OpenService: TypeAlias = "Callable[[str, str], tuple[socket.socket, WireStats]]"
+OpenService = Callable[[str, str], tuple[socket.socket, WireStats]]
 
 
 class Mesh(_Station):
@@ -4053,7 +4006,7 @@ TRICKLE_BYTES_PER_S = 4 * MIB  # of a copy on a box whose engine is answering
 _CHUNK_NUMBER = struct.Struct(">i")
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ListedFile:
     """One file of a listing."""
 
@@ -4062,7 +4015,7 @@ class ListedFile:
     hashes: tuple[str, ...]  # SHA-256 of each CHUNK_BYTES
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Listing:
     """The content of a model, all its parts in order, or of a set of engine files."""
 
@@ -4239,7 +4192,7 @@ class Landing:
             return data < start + size and chunk_hash(file, start, size) == wanted
 
         mine = [(n, chunk) for n, chunk in enumerate(self.chunks) if chunk[0] == number]
-        with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
+        with ThreadPoolExecutor(os.cpu_count()) as pool:
             for (n, _), good in zip(mine, pool.map(right, (chunk for _, chunk in mine)), strict=True):
                 self.held |= good << n
         return all(self.held >> n & 1 for n, _ in mine)
@@ -4793,7 +4746,7 @@ LAUNCH_HINTS = {
 }
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Usage:
     """What an engine and its children have used so far; zeros where it cannot be read."""
 
@@ -5249,7 +5202,7 @@ class RehearsalError(Exception):
     """The rehearsal cannot start or go on; the text says why, in one line."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class RehearsalSetup:
     """One rank's flags, with Prima's defaults, and the sizes of the model that is rehearsed."""
 
@@ -5497,7 +5450,7 @@ class RehearsalLeader:
     """Slots, answers and HTTP of rank 0, as in llama-server. The ring has one thread, where batches queue up."""
 
     def __init__(self, setup: RehearsalSetup, hook: RehearsalHook) -> None:
-        self.setup, self.ring, self.thread = setup, RehearsalRing(setup, hook), concurrent.futures.ThreadPoolExecutor(1)
+        self.setup, self.ring, self.thread = setup, RehearsalRing(setup, hook), ThreadPoolExecutor(1)
         self.slot_context = setup.context // setup.slots
         self.busy, self.free = [False] * setup.slots, asyncio.Semaphore(setup.slots)
         self.ready, self.stop = False, asyncio.Event()
@@ -5692,7 +5645,7 @@ async def gather_all(actions: Iterable[Awaitable[None]]) -> None:
 
 def view_of(kind: type[T], *sources: object, **given: Any) -> T:
     """A view: each field is given, or comes from the first source that has an attribute of its name."""
-    for field in dataclasses.fields(typing.cast("Any", kind)):
+    for field in dataclasses.fields(typing.cast(Any, kind)):
         holder = next((source for source in sources if hasattr(source, field.name)), None)
         if field.name not in given and holder is not None:
             given[field.name] = getattr(holder, field.name)
@@ -5707,7 +5660,7 @@ class Box:
         self.settings = config.node(name)
         self.rehearses = config.engine.kind == "rehearsal"
         self.started = time.monotonic()
-        self.pool = concurrent.futures.ThreadPoolExecutor(max_workers=64, thread_name_prefix="call")
+        self.pool = ThreadPoolExecutor(max_workers=64, thread_name_prefix="call")
         self.tasks: set[asyncio.Task[None]] = set()
         self.stop = asyncio.Event()
         self.failure: ShardboxError | None = None
@@ -5745,7 +5698,7 @@ def dialled_session(dial: Callable[[str], socket.socket], pool: Executor) -> aio
     return aiohttp.ClientSession(connector=connector, timeout=aiohttp.ClientTimeout(total=None))
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class PeerState:
     """What a node answers when another asks how it is."""
 
@@ -5753,23 +5706,25 @@ class PeerState:
     digest: str = ""
     uptime: float = 0.0
     wall: float = 0.0
-    desired: dict[str, tuple[Any, ...]] = field(default_factory=dict)  # see Node.desired
+    leaving: bool = False  # it goes down: no new ring with it
+    desired: dict[str, tuple[Any, ...]] = dataclasses.field(default_factory=dict)  # see Node.desired
     models: tuple[ModelView, ...] = ()
     copies: tuple[CopyView, ...] = ()
-    reached: dict[str, tuple[int, ...]] = field(default_factory=dict)  # see Node.reached
+    reached: dict[str, tuple[int, ...]] = dataclasses.field(default_factory=dict)  # see Node.reached
 
 
-@dataclass(kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class Peer:
     """What we know of one other node. `last_seen` is our own monotonic clock; 0: never."""
 
     name: str
-    hints: dict[tuple[str, int], Hint] = field(default_factory=dict)  # the one heard last is last
+    hints: dict[tuple[str, int], Hint] = dataclasses.field(default_factory=dict)  # the one heard last is last
     facts: NodeFacts | None = None
     facts_digest: str = ""
     models: tuple[ModelView, ...] = ()
     copies: tuple[CopyView, ...] = ()
-    reached: dict[str, tuple[int, ...]] = field(default_factory=dict)  # from there: see Node.reached
+    reached: dict[str, tuple[int, ...]] = dataclasses.field(default_factory=dict)  # from there: see Node.reached
+    leaving: bool = False
     target: Target | None = None
     source: str = ""
     rtt_ms: float = 0.0
@@ -5777,7 +5732,7 @@ class Peer:
     wall_skew_s: float = 0.0
     problem: str = ""
     twin: str = ""  # another machine that calls itself the same
-    news: asyncio.Event = field(default_factory=new_event)  # ask it now
+    news: asyncio.Event = dataclasses.field(default_factory=new_event)  # ask it now
     following: asyncio.Task[None] | None = None
 
 
@@ -5930,7 +5885,7 @@ class Peers:
         peer.facts, peer.facts_digest, peer.models, peer.reached = facts, state.digest, state.models, state.reached
         peer.copies = state.copies
         peer.target, peer.source = (peer.name, hint.address, hint.port), hint.source
-        peer.last_seen, peer.problem = now, ""
+        peer.last_seen, peer.problem, peer.leaving = now, "", state.leaving
         peer.wall_skew_s = state.wall - time.time() if state.wall else 0.0
         if peer.name == self._box.name and facts.machine != self._box.facts.machine:
             self._end_younger(facts.machine, state.uptime)
@@ -5966,7 +5921,7 @@ class Peers:
         await self.session.close()
 
 
-@dataclass(kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class RankRun:
     """This node's part in one ring, from its lease to its end."""
 
@@ -5980,12 +5935,12 @@ class RankRun:
     exit_code: int | None = None
     problem: str = ""
     isolation_problem: str = ""
-    bound: asyncio.Event = field(default_factory=new_event)
-    exited: asyncio.Event = field(default_factory=new_event)
+    bound: asyncio.Event = dataclasses.field(default_factory=new_event)
+    exited: asyncio.Event = dataclasses.field(default_factory=new_event)
     starting: asyncio.Task[None] | None = None
     ending: asyncio.Task[None] | None = None
-    tasks: set[asyncio.Task[None]] = field(default_factory=set)  # end with the run
-    wires: list[tuple[Route, Wire]] = field(default_factory=list)
+    tasks: set[asyncio.Task[None]] = dataclasses.field(default_factory=set)  # end with the run
+    wires: list[tuple[Route, Wire]] = dataclasses.field(default_factory=list)
     session: aiohttp.ClientSession | None = None  # to the engine's HTTP; leaders only
 
     @property
@@ -6237,6 +6192,8 @@ class RankHost:
         layers = sum(rank.window for rank in plan.ranks)
         if not plan.ranks or not numbered or layers != plan.layers or plan.leader != proposer:
             raise PlanError("the proposed plan contradicts itself", where=f"model {name}")
+        if box.stop.is_set() and plan.rank_of(box.name):
+            raise PlanError(f"{box.name} goes down", where=f"model {name}")
         lend = functools.partial(grant, model=name, proposer=proposer, generation=generation, now=time.monotonic())
         claim = self._claims.get(name)
         self._claims[name] = lend(claim if claim and claim.proposer != proposer else None)
@@ -6483,7 +6440,7 @@ class RankHost:
             log.warning("cannot record running engines: %s", error)
 
 
-@dataclass(kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class Traffic:
     """What clients meet at one model, on this node."""
 
@@ -6647,7 +6604,7 @@ class Rings:
         pace = Pulse(pause_s=self.pauses.get(model))
         while True:
             await asyncio.gather(*(self._look(rank, effect, heard) for rank in effect.plan.ranks))
-            serving = self.rings[model].phase == Phase.SERVING
+            serving = self.rings[model].phase in (Phase.SERVING, Phase.DRAINING)
             sign = f"{sign_of_life([*views.values()])}/{traffic.answered_at}"
             pace = pace.seen(sign, time.monotonic(), asked=not serving or traffic.in_flight > 0)
             if serving:  # how long it pauses while it loads says nothing about answers
@@ -6701,7 +6658,7 @@ def sign_of_life(views: Sequence[RankView]) -> str:
     return f"{moved}/{sum(int(view.cpu_s * 5) for view in views)}/{sum(view.read_bytes for view in views)}"
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Reach:
     """What one node found when it dialled another."""
 
@@ -6775,6 +6732,7 @@ class Node:
         self.control: Any = None  # makes a protocol for a peer's connection; set by start_services()
         self.reached: dict[str, tuple[int, ...]] = {}  # node -> ports of its engines that anybody could reach from here
         self.callers: dict[int, str] = {}  # descriptor of a mesh connection's local end -> who is there
+        self.asking = 0  # requests of clients that entered here and are being answered or held
         self.formed: set[str] = set()  # models that were served while this node was up
         self._plans: dict[str, ModelPlan | PlanError] = {}
         self._plans_key = ""
@@ -6891,8 +6849,9 @@ class Node:
     # --- rings ---------------------------------------------------------------------------------------
 
     def all_facts(self) -> list[NodeFacts]:
-        """This node's facts and those of every live peer."""
-        others = [peer.facts for peer in self.peers.live() if peer.facts and peer.name != self.box.name]
+        """This node's facts and those of every live peer that stays."""
+        live = [peer for peer in self.peers.live() if peer.name != self.box.name and not peer.leaving]
+        others = [peer.facts for peer in live if peer.facts]
         return [self.facts, *others]
 
     def plans(self) -> dict[str, ModelPlan | PlanError]:
@@ -6932,7 +6891,7 @@ class Node:
             traffic.unanswered_since = traffic.unanswered_since or now
             if ring.phase == Phase.SERVING or not ring.wanted:
                 traffic.unanswered_since = 0.0
-            self.rings.post(name, Event(kind="tick", reason=self.rings.lagging(name)))
+            self.rings.post(name, Event(kind="tick", reason=self.rings.lagging(name), idle=not traffic.in_flight))
             rival = self.led_elsewhere(name)
             if Phase.SERVING in (ring.phase, rival.phase if rival else ""):
                 self.formed.add(name)
@@ -6949,6 +6908,8 @@ class Node:
     def _obstacle(self, model: ModelConfig, plan: ModelPlan | PlanError, now: float) -> str:
         """Why this node should not propose the plan now; "" when it should."""
         elsewhere, held = self.led_elsewhere(model.name), self.host.runs.get(model.name)
+        if self.stop.is_set():
+            return f"{self.box.name} goes down"
         if elsewhere:
             return f"{elsewhere.leader} leads it"
         if held and held.lease.proposer != self.box.name:
@@ -7003,7 +6964,7 @@ class Node:
         """Tell the leader of a ring that this node goes, and give it time to stop the ring in order."""
         with contextlib.suppress(ShardboxError, TimeoutError):
             await self._tell_proposer(run, f"{self.box.name} goes down", leaving="yes")
-            await asyncio.wait_for(run.exited.wait(), RING_STOP_S)
+            await asyncio.wait_for(run.exited.wait(), self.box.config.api.drain_s + RING_STOP_S)
 
     async def _tell_proposer(self, run: RankRun, reason: str, **more: str) -> None:
         body = {"model": run.plan.model, "generation": run.lease.generation, "reason": reason, **more}
@@ -7033,6 +6994,7 @@ class Node:
             task.add_done_callback(self._on_loop_end)
         try:
             await self.stop.wait()
+            await self._drain(0.0 if self.box.failure else self.box.config.api.drain_s)
         finally:
             for task in tasks:
                 task.cancel()
@@ -7045,10 +7007,23 @@ class Node:
             log.error("bug in a background task", exc_info=task.exception())
             self.box.fail(ShardboxError(f"bug: {task.exception()!r}", hint="the log has the traceback"))
 
+    async def _drain(self, grace_s: float) -> None:
+        """Let answers in progress end, here and in rings that this node is part of."""
+        log.info("going down: answers in progress have %s; a second signal ends them", format_duration(grace_s))
+        self._tell_news()
+        for name in self.rings.rings:
+            self.rings.post(name, Event(kind="leaving", reason=f"{self.box.name} goes down", grace_s=grace_s))
+        theirs = [self._leave(run) for run in self.host.runs.values() if run.lease.proposer != self.box.name]
+        leaving, deadline = asyncio.gather(*theirs), time.monotonic() + grace_s
+        while self.asking or any(ring.phase == Phase.DRAINING for ring in self.rings.rings.values()):
+            if time.monotonic() > deadline:
+                break
+            await asyncio.sleep(0.1)
+        await leaving
+
     async def _shut_down(self, services: list[Callable[[], Awaitable[None]]]) -> None:
         log.info("stopping")
         await self.rings.close()
-        await gather_all(self._leave(run) for run in self.host.runs.values() if run.lease.proposer != self.box.name)
         for close in (self.library.close, self.host.close, self.discovery.close, *services, self.peers.close):
             await close()
         await self.box.in_thread(self.mesh.close)
@@ -7173,7 +7148,7 @@ def peer_view(peer: Peer, *, live: bool, declared: bool) -> PeerView:
         state=state,
         address=peer.target[1] if peer.target else hint.address if hint else "",
         source=peer.source or (hint.source if hint else ""),
-        detail=peer.twin or ("" if live else peer.problem),
+        detail=peer.twin or ("goes down" if live and peer.leaving else "" if live else peer.problem),
         rtt_ms=peer.rtt_ms if live else 0.0,
         silent_s=time.monotonic() - peer.last_seen if peer.last_seen else 0.0,
     )
@@ -7390,6 +7365,7 @@ class PeerService:
             wall=time.time(),
             desired=dict(node.desired),
             models=tuple(model_view(node, model.name) for model in node.box.config.models),
+            leaving=node.stop.is_set(),
             copies=tuple(copy.view() for copy in node.library.copies.values()),
             reached=dict(node.reached),
         )
@@ -7412,7 +7388,8 @@ class PeerService:
         ring = self._node.rings.rings[self._node.box.model(data["model"]).name]
         if ring.plan and ring.plan.rank_of(self._caller(request)):
             kind, reason = "leaving" if data.get("leaving") else "trouble", printable(data["reason"])[:1000]
-            event = Event(kind=kind, generation=data["generation"] or "-", reason=reason)
+            grace_s = self._node.box.config.api.drain_s
+            event = Event(kind=kind, generation=data["generation"] or "-", reason=reason, grace_s=grace_s)
             self._node.rings.post(ring.model, event)
         return {}
 
@@ -7658,7 +7635,6 @@ class Endpoint:
     def __init__(self, node: Node) -> None:
         self._node = node
         self._keys = read_api_keys(node.box.config)
-        self._asking = 0
         self.silent: dict[int, asyncio.TimerHandle] = {}  # connection -> when it is closed if it asks nothing
 
     def app(self) -> web.Application:
@@ -7716,13 +7692,16 @@ class Endpoint:
 
     async def generate(self, request: web.Request) -> web.StreamResponse:
         """A completion, chat completion or embedding."""
-        if self._asking >= MAX_REQUESTS:
+        node = self._node
+        if node.stop.is_set():
+            raise ApiError(503, f"{node.box.name} is going down: ask another node", "node_going_down")
+        if node.asking >= MAX_REQUESTS:
             raise ApiError(429, f"{MAX_REQUESTS} requests are being answered here already", "too_many_requests")
-        self._asking += 1
+        node.asking += 1
         try:
-            return await answer_request(self._node, request, request.path)
+            return await answer_request(node, request, request.path)
         finally:
-            self._asking -= 1
+            node.asking -= 1
 
 
 def read_api_keys(config: Config) -> list[bytes]:
@@ -7821,7 +7800,7 @@ async def wait_for_ring(node: Node, model: str, held: Held, error: RingError) ->
     try:
         while True:
             view, now = best_view(node, model), time.monotonic()
-            if held.gives_up(view.phase, now):
+            if node.stop.is_set() or held.gives_up(view.phase, now):
                 raise error if held.breaks >= HELD_TRIES or view.phase == Phase.SERVING else not_ready(node, model)
             if held.may_ask(view.phase, view.generation, now):
                 return
@@ -8461,7 +8440,6 @@ def run_up(config: Config, name: str, detach: bool) -> int:
         if problem and config.node(name).engine.isolate == "always":
             hint = 'mend that, or set [engine] isolate = "auto"'
             raise ShardboxError(f"engines cannot be closed in: {problem}", where="engine.isolate", hint=hint)
-        load_all()
         spawner = Spawner.start()  # likewise
         sys.setswitchinterval(1e-4)  # the wires' threads must not wait for the event loop's (mesh measurements)
         try:
@@ -8481,6 +8459,8 @@ async def _run_node(config: Config, name: str, folder: str, keys: MeshKeys, spaw
     def on_signal() -> None:
         if node.stop.is_set():
             log.warning("second signal: ending at once")
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(control_path(folder))
             os._exit(1)  # the engines die with the spawner
         node.stop.set()
 
@@ -8567,7 +8547,8 @@ def cmd_down(config: Config, name: str, everywhere: bool) -> int:
         return 0
     for peer, answer in reply["told"].items():
         print(f"{peer}: {answer}")
-    deadline = time.monotonic() + 30
+    patience_s = 30 + config.api.drain_s
+    deadline = time.monotonic() + patience_s
     while time.monotonic() < deadline:
         try:
             with one_node_only(state_folder(config.cluster.name, name), name):
@@ -8575,13 +8556,15 @@ def cmd_down(config: Config, name: str, everywhere: bool) -> int:
                 return 0
         except ShardboxError:
             time.sleep(0.1)
-    raise ShardboxError(f"node {name} is still ending after 30 s", hint="see its log")
+    raise ShardboxError(f"node {name} is still ending after {patience_s:.0f} s", hint="see its log")
 
 
 def cmd_status(config_path: str | None, node: str | None, timeout_s: float, as_json: bool, brief: bool) -> int:
     """How the cluster is. Exit code: 0 OK, 1 WARNING, 2 CRITICAL, 3 UNKNOWN (the monitoring-plugins convention)."""
     data = {}
     try:
+        if math.isnan(timeout_s):
+            raise UsageError("--timeout must be a number of seconds")
         config = load_config(config_path)
         snapshot = read_status(config, node_name(config, node), timeout_s)
         code, line = status_line(snapshot)
@@ -9077,7 +9060,7 @@ async def reach_outward(config: Config, facts: NodeFacts, secret: str) -> dict[s
         raise MeshError("this node is not up", kind="refused")
 
     mesh = Mesh(keys=own_keys(config, facts.name, secret), open_service=refuse)
-    with concurrent.futures.ThreadPoolExecutor(max_workers=16) as pool:
+    with ThreadPoolExecutor(max_workers=16) as pool:
         pairs = await reach_all(config, facts.name, hints, mesh, pool)
     mesh.close()
     found = {"pairs": to_json(pairs), "facts": [to_json(facts)], "discovery": problem}
@@ -9297,74 +9280,48 @@ def show_demo(config: Config, once: bool) -> int:
 # --- the program -----------------------------------------------------------------------------------------
 
 
-class Command:
-    """What runs, an example, and names and settings of each parameter as argparse takes them."""
+def build_cli() -> Any:
+    """The click group. A command's first word in its example is its name, its function's docstring its help."""
+    import click
 
-    def __init__(self, run: Callable[..., int], example: str, params: Sequence[tuple[Any, dict[str, Any]]]) -> None:
-        self.run, self.example, self.params = run, example, params
-        self.name, self.help = example.partition(" ")[0], str(run.__doc__)
+    def option(*names: str, **more: Any) -> click.Option:
+        return click.Option(names, **more)
 
+    def add(run: Callable[..., int], example: str, *params: click.Parameter) -> None:
+        epilog, name = f"Example: shardbox {example}", example.partition(" ")[0]
+        group.add_command(click.Command(name, params=list(params), callback=run, help=run.__doc__, epilog=epilog))
 
-def param(*names: str, **settings: Any) -> tuple[Any, dict[str, Any]]:
-    """An option, or an argument where the name has no dash."""
-    return names, settings
-
-
-def between(low: float, high: float, kind: type[int] | type[float]) -> Callable[[str], float]:
-    """A number on the command line within these limits."""
-
-    def read(text: str) -> float:
-        with contextlib.suppress(ValueError):
-            if low <= kind(text) <= high:
-                return kind(text)
-        raise argparse.ArgumentTypeError(
-            f"must be a {'whole ' if kind is int else ''}number {low}-{high}, got {text!r}"
-        )
-
-    return read
-
-
-def commands() -> dict[str, Command]:
-    """Every command. The first word of its example is its name, its function's docstring its help."""
     common = (
-        param("--config", dest="config_path", metavar="FILE", help="The TOML (default: see the README)."),
-        param("--node", metavar="NAME", help="Which [[nodes]] entry this box is (default: its hostname)."),
+        option("--config", "config_path", metavar="FILE", help="The TOML (default: see the README)."),
+        option("--node", metavar="NAME", help="Which [[nodes]] entry this box is (default: its hostname)."),
     )
-    readable = (*common, param("--json", dest="as_json", action="store_true", help="Print JSON."))
-    detach = param("--detach", action="store_true", help="Go on in the background, with a log file.")
-    everywhere = param("--all", dest="everywhere", action="store_true", help="On every box of the cluster.")
-    help_timeout, seconds = "Then give up and say CRITICAL (default 10).", between(0.1, 3600, float)
-    timeout = param("--timeout", dest="timeout_s", default=10.0, metavar="SECONDS", type=seconds, help=help_timeout)
-    brief = param("--brief", action="store_true", help="Only the first line.")
-    facts = param("--facts", dest="facts_file", metavar="FILE", help="Plan from this file instead of the live cluster.")
-    target = param("target", nargs="?", default="", metavar="NODE", help="Only this node's.")
-    of_model = param("--model", default="", metavar="NAME", help="Only this model's engines.")
-    lines_help, many = "Last lines of each log (default 100).", between(1, 10000, int)
-    lines = param("-n", "--lines", default=100, type=many, metavar="N", help=lines_help)
-    model = param("model", metavar="MODEL")
-    giver = param("--from", dest="giver", default="", metavar="NODE", help="Only from this box.")
-    over = param("--replace", dest="over", action="store_true", help="Also in the place of a file with other bytes.")
-    prune = param("--prune", action="store_true", help="Remove what was copied here and is not in the TOML any more.")
-    yes = param("--yes", action="store_true", help="Do not ask.")
-    any_model = param("model", nargs="?", default="", metavar="MODEL", help="Only this one.")
-    folder = param("folder", metavar="DIR", help="Where the stick is mounted, or any folder.")
-    with_secret = param("--with-secret", action="store_true", help="Also the cluster's secret.")
-    stick = param("stick", metavar="DIR", help="What `pack` wrote.")
-    onto = param("--to", dest="to", default=".", metavar="FOLDER", help="Where shardbox is to live (default: here).")
-    first = param("--from", dest="stick", default="", metavar="DIR", help="Unpack this folder first: see unpack.")
-    once = param("--once", action="store_true", help="End after one answer (also without a terminal).")
-    count = param(
-        "--nodes", dest="count", default=3, type=between(1, 8, int), metavar="N", help="How many (default 3)."
-    )
-    full = param("--full", action="store_true", help="Also commit, date, interpreter, libraries, licences.")
-    verify = param("--verify", action="store_true", help="Check the executable and what is unpacked from it.")
+    readable = (*common, option("--json", "as_json", is_flag=True, help="Print JSON."))
+    detach = option("--detach", is_flag=True, help="Go on in the background, with a log file.")
+    everywhere = option("--all", "everywhere", is_flag=True, help="On every box of the cluster.")
+    help_timeout, seconds = "Then give up and say CRITICAL (default 10).", click.FloatRange(0.1, 3600)
+    timeout = option("--timeout", "timeout_s", default=10.0, metavar="SECONDS", type=seconds, help=help_timeout)
+    brief = option("--brief", is_flag=True, help="Only the first line.")
+    facts = option("--facts", "facts_file", metavar="FILE", help="Plan from this file instead of the live cluster.")
+    target = click.Argument(["target"], required=False, default="", metavar="[NODE]")
+    of_model = option("--model", default="", metavar="NAME", help="Only this model's engines.")
+    lines_help, many = "Last lines of each log (default 100).", click.IntRange(1, 10000)
+    lines = option("-n", "--lines", default=100, type=many, help=lines_help)
+    model = click.Argument(["model"], metavar="MODEL")
+    giver = option("--from", "giver", default="", metavar="NODE", help="Only from this box.")
+    over = option("--replace", "over", is_flag=True, help="Also in the place of a file with other bytes.")
+    prune = option("--prune", is_flag=True, help="Remove what was copied here and is not in the TOML any more.")
+    yes = option("--yes", is_flag=True, help="Do not ask.")
+    any_model = click.Argument(["model"], required=False, default="", metavar="[MODEL]")
+    folder = click.Argument(["folder"], metavar="DIR")
+    with_secret = option("--with-secret", is_flag=True, help="Also the cluster's secret.")
+    stick = click.Argument(["stick"], metavar="DIR")
+    onto = option("--to", default=".", metavar="FOLDER", help="Where shardbox is to live (default: here).")
+    first = option("--from", "stick", default="", metavar="DIR", help="Unpack this folder first: see unpack.")
+    once = option("--once", is_flag=True, help="End after one answer (also without a terminal).")
+    count = option("--nodes", "count", default=3, type=click.IntRange(1, 8), help="How many nodes (default 3).")
 
-    table: dict[str, Command] = {}
-
-    def add(run: Callable[..., int], example: str, *params: tuple[Any, dict[str, Any]]) -> None:
-        command = Command(run, example, params)
-        table[command.name] = command
-
+    summary = "Run a language model that is too big for any one of your machines, on all of them together."
+    group = click.Group("shardbox", help=summary, context_settings={"help_option_names": ["-h", "--help"]})
     add(cmd_up, "up --config /etc/shardbox/shardbox.toml", *common, detach, first)
     add(cmd_down, "down --all", *common, everywhere)
     add(cmd_status, "status --brief", *readable, timeout, brief)
@@ -9381,20 +9338,10 @@ def commands() -> dict[str, Command]:
     add(cmd_check, "check", *readable)
     add(cmd_demo, "demo --once", once, count)
     add(cmd_secret, "secret > cluster.secret")
+    full = option("--full", is_flag=True, help="Also commit, date, interpreter, libraries, licences.")
+    verify = option("--verify", is_flag=True, help="Check the executable and what is unpacked from it.")
     add(cmd_version, "version --full", full, verify)
-    return table
-
-
-def general_help(table: Mapping[str, Command]) -> str:
-    """What `shardbox --help` prints."""
-    lines = [f"  {name:9} {command.help}" for name, command in table.items()]
-    return "\n".join([
-        "Usage: shardbox COMMAND [OPTIONS]",
-        "\nRun a language model that is too big for any one of your machines, on all of them together.\n",
-        "Commands:",
-        *lines,
-        "\n`shardbox COMMAND --help` shows a command's options.",
-    ])  # fmt: skip
+    return group
 
 
 def hold_unpacked() -> None:
@@ -9420,27 +9367,21 @@ def restore_environment() -> None:
         os.environ["PYINSTALLER_RESET_ENVIRONMENT"] = "1"  # for when we start ourselves
 
 
-def set_up_logging(default: str) -> None:
-    """To stderr, from the level that SHARDBOX_LOG names."""
-    for name in ("aiohttp.server", "zeroconf"):  # a client's broken HTTP or a vanished address is no bug of ours
-        logging.getLogger(name).setLevel(logging.CRITICAL)
-    level = os.environ.get("SHARDBOX_LOG", default).upper()
-    logging.basicConfig(
-        level=level if level in logging.getLevelNamesMapping() else "INFO",
-        stream=sys.stderr,
-        format="%(asctime)s %(levelname)s %(message)s",
-        datefmt="%H:%M:%S",
-    )
-
-
 def main(argv: Sequence[str] | None = None) -> int:
     """The whole program; the only place that turns errors into exit codes."""
     args = list(sys.argv[1:] if argv is None else argv)
     restore_environment()
     if args[:1] == ["rehearse"]:
         return rehearse(args[1:], os.environ)
-    if args[:1] not in (["status"], ["version"]):
-        set_up_logging("INFO" if args[:1] == ["up"] else "WARNING")
+    for name in ("aiohttp.server", "zeroconf"):  # a client's broken HTTP or a vanished address is no bug of ours
+        logging.getLogger(name).setLevel(logging.CRITICAL)
+    level = os.environ.get("SHARDBOX_LOG", "INFO" if args[:1] == ["up"] else "WARNING").upper()
+    logging.basicConfig(
+        level=level if level in logging.getLevelNamesMapping() else "INFO",
+        stream=sys.stderr,
+        format="%(asctime)s %(levelname)s %(message)s",
+        datefmt="%H:%M:%S",
+    )
     code = run_command(args)
     try:
         print(end="", flush=True)
@@ -9449,41 +9390,22 @@ def main(argv: Sequence[str] | None = None) -> int:
     return code
 
 
-def parse(command: Command, args: Sequence[str]) -> dict[str, Any]:
-    """The command's settings. Raises UsageError, and SystemExit where --help was asked for and has been printed."""
-
-    class Parser(argparse.ArgumentParser):
-        def error(self, message: str) -> typing.NoReturn:
-            raise UsageError(message, where=self.prog, hint=f"`{self.prog} --help` shows what it takes")
-
-    layout, example = argparse.RawDescriptionHelpFormatter, f"Example: shardbox {command.example}"
-    parser = Parser(f"shardbox {command.name}", description=command.help, epilog=example, allow_abbrev=False,
-                    formatter_class=layout)  # fmt: skip
-    for names, settings in command.params:
-        parser.add_argument(*names, **settings)
-    return vars(parser.parse_args(args))
-
-
 def run_command(args: list[str]) -> int:
     """The exit code of one command; an error is printed with its hint."""
-    table, (name, *rest) = commands(), args or [""]
-    if name in ("-h", "--help", ""):
-        print(general_help(table), file=sys.stdout if name else sys.stderr)
-        return 0 if name else 2
+    import click
+
     try:
-        if name not in table:
-            near = difflib.get_close_matches(name, table, 1)
-            hint = f"did you mean {near[0]}?" if near else f"there are: {', '.join(table)}"
-            raise UsageError(f"no command {name!r}", where="shardbox", hint=hint)
-        return table[name].run(**parse(table[name], rest))
-    except SystemExit:
-        return 0
-    except KeyboardInterrupt:
+        code = build_cli().main(args=args, prog_name="shardbox", standalone_mode=False)
+        return int(code or 0)
+    except click.ClickException as error:
+        if args[:1] == ["status"]:
+            print(f"SHARDBOX UNKNOWN - {error.format_message()}".replace("\n", " "))
+            return UNKNOWN
+        error.show()
+        return 2
+    except (click.Abort, KeyboardInterrupt):
         return 130
     except ShardboxError as error:
-        if name == "status":
-            print(f"SHARDBOX UNKNOWN - {error}".replace("\n", " "))
-            return UNKNOWN
         print(error, file=sys.stderr)
         return error.exit_code
 

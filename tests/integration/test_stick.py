@@ -1,4 +1,4 @@
-"""`pack`, `unpack` and `up --from`: what a stick carries from box to box, and engines that one box gives another."""
+"""`pack`, `unpack` and `up --from`: what a stick carries to a box, and engines that one box gives another."""
 
 from __future__ import annotations
 
