@@ -311,6 +311,7 @@ class ClusterConfig:
     encryption: str = "on"
     interfaces: tuple[str, ...] = ()
     form_wait_s: float = 30.0
+    replan_s: float = 60.0  # without requests, before a clearly better plan takes the place of a ring; 0: never
     copy_models: bool = True
     copy_limit: int | None = None  # bytes a second of a node; None: as fast as may be, slowly while an engine answers
 
@@ -694,6 +695,7 @@ _FILE = _table({
         "encryption": _text('"on" or "off"', "on|off"),
         "interfaces": _list(_interface),
         "form_wait_s": _number(0, 86400, kind=float),
+        "replan_s": _number(0, 86400, kind=float),
         "copy_models": _flag,
         "copy_limit": _cap,
     }),
@@ -1349,6 +1351,19 @@ class ModelPlan:
     def rank_of(self, node: str) -> RankPlan | None:
         """This node's part, None where it has none."""
         return next((rank for rank in self.ranks if rank.node == node), None)
+
+
+BETTER = 0.8  # a plan is clearly better when a token takes at most this share of the time
+
+
+def improvement(old: ModelPlan, new: ModelPlan) -> str:
+    """Why a ring that serves by the old plan should form anew by the new one; "" where that is not worth it: fewer
+    ranks, or as many with (1 - BETTER) of the layers more on cards."""
+    if new.world != old.world:
+        fewer = f"{new.world} node{'s' * (new.world > 1)} can serve it now, instead of {old.world}"
+        return fewer if new.world < old.world else ""
+    gained = sum(rank.gpu_layers for rank in new.ranks) - sum(rank.gpu_layers for rank in old.ranks)
+    return f"{gained} more layers fit on cards" if gained >= (1 - BETTER) * new.layers else ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -2042,6 +2057,12 @@ def _on_want(ring: Ring, event: Event, now: float) -> _Step:
     return ring, ()
 
 
+def _on_replan(ring: Ring, event: Event, now: float) -> _Step:
+    """A quiet ring makes room for a better plan: no failure, and nobody notices."""
+    ring = replace(_move(ring, now, Phase.STOPPING, event.reason, failures=0), last_trouble=event.reason)
+    return _act(ring, "teardown", reason=event.reason, orderly=True)
+
+
 def _on_unwant(ring: Ring, event: Event, now: float) -> _Step:
     """The operator's stop."""
     ring, whole, told = replace(ring, wanted=False), ring.phase in Phase.WHOLE, "stopped by the operator"
@@ -2076,6 +2097,7 @@ _STEPS: dict[str, tuple[frozenset[str], Callable[[Ring, Event, float], _Step]]] 
     **dict.fromkeys(("trouble", "stalled", "refused", "lost"), (Phase.ACTIVE, _on_trouble)),
     "leaving": (Phase.ACTIVE, _on_leaving),
     "yield": (Phase.ACTIVE, _on_yield),
+    "replan": (frozenset({Phase.SERVING}), _on_replan),
     "stopped": (frozenset({Phase.STOPPING}), _on_stopped),
     "want": (Phase.ALL, _on_want),
     "unwant": (Phase.ALL, _on_unwant),
@@ -6736,6 +6758,8 @@ class Node:
         self.formed: set[str] = set()  # models that were served while this node was up
         self._plans: dict[str, ModelPlan | PlanError] = {}
         self._plans_key = ""
+        self._compared: dict[str, float] = {}  # model -> when its ring was last compared with today's plan
+        self._offers: dict[str, float] = {}  # model -> since when there has been a better one
         self._surveying, self._moved = asyncio.Lock(), (0.0, 0)
         self._loop = asyncio.get_running_loop()
 
@@ -6854,14 +6878,17 @@ class Node:
         others = [peer.facts for peer in live if peer.facts]
         return [self.facts, *others]
 
-    def plans(self) -> dict[str, ModelPlan | PlanError]:
-        """Today's plans from live facts; rings that run keep what they have. Cached while nothing changes."""
+    def _running(self) -> dict[str, ModelPlan]:
+        """The plans of all rings that are up or coming up, here and elsewhere."""
         rings: list[ModelView | Ring] = [
             view for peer in self.peers.live() for view in peer.models if view.leader == peer.name
         ]
         rings += self.rings.rings.values()
-        running = {ring.model: ring.plan for ring in rings if ring.plan and ring.phase in Phase.ACTIVE}
-        facts = self.all_facts()
+        return {ring.model: ring.plan for ring in rings if ring.plan and ring.phase in Phase.ACTIVE}
+
+    def plans(self) -> dict[str, ModelPlan | PlanError]:
+        """Today's plans from live facts; rings that run keep what they have. Cached while nothing changes."""
+        running, facts = self._running(), self.all_facts()
         key = digest([[to_json(node) for node in facts], sorted(running)])
         if key != self._plans_key:
             self._plans_key, self._plans = key, plan_all(self.box.config, facts, running)
@@ -6899,11 +6926,41 @@ class Node:
                 own = precedence(ring.phase, ring.plan.world, ring.plan.leader)
                 if precedence(rival.phase, rival.world, rival.leader) < own:
                     self.rings.post(name, Event(kind="yield", reason=f"{rival.leader} leads it too, and goes first"))
+            if ring.phase == Phase.SERVING and ring.plan:
+                self._improve(name, ring, ring.plan, now)
             if ring.phase == Phase.WAITING and ring.wanted:
                 plan = self.plans()[name]
                 reason = self._obstacle(self.box.model(name), plan, now)
                 offer = plan if not reason and isinstance(plan, ModelPlan) else None
                 self.rings.post(name, Event(kind="plan", plan=offer, reason=reason, token=secrets.token_hex(8)))
+
+    def _improve(self, name: str, ring: Ring, old: ModelPlan, now: float) -> None:
+        """Form a ring of this node anew once a clearly better plan has stood, and nobody has asked, for replan_s."""
+        quiet_s, traffic = self.box.config.cluster.replan_s, self.rings.traffic[name]
+        asked_at = now if traffic.in_flight else max(traffic.answered_at, ring.served_since)
+        if not quiet_s or now - asked_at < quiet_s / 2 or now - self._compared.get(name, 0.0) < quiet_s / 10:
+            return
+        self._compared[name] = now
+        others = {model: plan for model, plan in self._running().items() if model != name}
+        plan = plan_all(self.box.config, self.all_facts(), others)[name]
+        better = ""
+        if isinstance(plan, ModelPlan) and not any(rank.copy_bytes for rank in plan.ranks):
+            better = improvement(old, plan) if not self._unready(name, plan) else ""
+        offered_at = self._offers.setdefault(name, now)
+        if not better or self.stop.is_set():
+            del self._offers[name]
+        elif now - max(asked_at, offered_at) >= quiet_s:
+            del self._offers[name]
+            self.rings.post(name, Event(kind="replan", generation=ring.generation, reason=f"a better plan: {better}"))
+
+    def _unready(self, name: str, plan: ModelPlan) -> str:
+        """Which node of the plan cannot take part yet, and why; "" when all can."""
+        for node in [] if self.box.rehearses else self.all_facts():
+            copy, rank = node.model(name), plan.rank_of(node.name)
+            if rank and not rank.copy_bytes and not copy.root:
+                return f"{node.name} is reading the model ({100 * copy.hashed_bytes // max(1, copy.size_bytes)} %)"
+        silent = [peer for peer in self.peers.live() if peer.problem and plan.rank_of(peer.name)]
+        return f"{silent[0].name} does not answer: {silent[0].problem}" if silent else ""
 
     def _obstacle(self, model: ModelConfig, plan: ModelPlan | PlanError, now: float) -> str:
         """Why this node should not propose the plan now; "" when it should."""
@@ -6921,15 +6978,8 @@ class Node:
             return plan.what
         if not plan.root and any(rank.copy_bytes for rank in plan.ranks):
             return "the copy that others are to fetch is still being read"
-        for node in [] if self.box.rehearses else self.all_facts():
-            copy = node.model(model.name)
-            rank = plan.rank_of(node.name)
-            if rank and not rank.copy_bytes and not copy.root:
-                return f"{node.name} is reading the model ({100 * copy.hashed_bytes // max(1, copy.size_bytes)} %)"
-        if plan.leader != self.box.name:
-            return f"{plan.leader} is to lead it"
-        silent = [peer for peer in self.peers.live() if peer.problem and plan.rank_of(peer.name)]
-        return f"{silent[0].name} does not answer: {silent[0].problem}" if silent else ""
+        elsewhere_led = f"{plan.leader} is to lead it" if plan.leader != self.box.name else ""
+        return self._unready(model.name, plan) or elsewhere_led
 
     def _forming_wait(self, model: ModelConfig, now: float) -> str:
         """What the first forming still waits for: declared nodes, or a moment without new ones."""
@@ -7915,6 +7965,7 @@ async def answer_model(
         raise RingError(503, text, "ring_lost") from None
     finally:
         traffic.in_flight -= 1
+        traffic.answered_at = time.monotonic()
 
 
 def engine_request(path: str, model: ModelConfig, body: dict[str, Any]) -> dict[str, Any]:

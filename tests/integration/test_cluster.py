@@ -863,6 +863,26 @@ def test_forming_declared_node_missing_503_then_without_it(hosts: MakeLan) -> No
         assert model(back).generation == model(found).generation and model(back).leader == "beta"
 
 
+def test_better_plan_is_taken_at_a_quiet_moment_only(hosts: MakeLan) -> None:
+    """gamma, which comes late, could hold all that alpha and beta hold together."""
+    text = cluster_toml(memory=HALF, form_wait_s=1).replace("form_wait_s = 1", "form_wait_s = 1\nreplan_s = 10")
+    text = text.replace(f'name = "gamma"\nmemory = "{HALF}"', 'name = "gamma"\nmemory = "4500MiB"')
+    with hosts(text, MEMBERS) as lan:
+        alpha, _ = lan.up("alpha", "beta")
+        before = model(alpha.wait_status(serves(2), "a ring of 2")).generation
+        gamma = lan.hosts["gamma"]
+        gamma.up()
+        gamma.wait_status(lambda found: model(found).generation == before, "gamma sees the ring")
+        asked_until = time.monotonic() + 15
+        while time.monotonic() < asked_until:  # longer than replan_s
+            assert alpha.http("POST", CHAT, chat(max_tokens=100)).status == 200
+            assert model(alpha.wait_status(serves(2), "the ring that was there")).generation == before
+
+        after = alpha.wait_status(lambda found: serves(1)(found) and nodes_of(found) == ["gamma"], "gamma alone")
+        assert time.monotonic() - asked_until >= 9
+        assert model(after).restarts == 0 and alpha.http("POST", CHAT, chat(max_tokens=3)).status == 200
+
+
 # --- the real engine ---------------------------------------------------------------------------------------
 
 PROMPTS = ("The capital of France is", "Water boils at", "Once upon a time")

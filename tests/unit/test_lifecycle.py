@@ -48,7 +48,7 @@ TIMED = (Phase.COPYING, Phase.PREPARING, Phase.LOADING, Phase.PROBING, Phase.DRA
 LACKING = replace(PLAN, ranks=(PLAN.ranks[0], replace(PLAN.ranks[1], copy_bytes=100)))
 EVENTS = (
     *("tick", "plan", "want", "unwant", "yield", "copied", "provisioned", "granted", "refused", "loaded", "answered"),
-    *("trouble", "stalled", "lost", "leaving", "stopped"),
+    *("replan", "trouble", "stalled", "lost", "leaving", "stopped"),
 )
 PHASES = tuple(value for name, value in vars(Phase).items() if name.isupper() and isinstance(value, str))
 
@@ -170,6 +170,7 @@ NEXT = {
     (Phase.STOPPING, "stopped"): Phase.BACKOFF,
     **{(phase, kind): Phase.STOPPING for phase in sorted(Phase.ACTIVE) for kind in ENDS},
     (Phase.DRAINING, "leaving"): Phase.DRAINING,
+    (Phase.SERVING, "replan"): Phase.STOPPING,
     **{(phase, "unwant"): Phase.STOPPED for phase in (Phase.WAITING, Phase.BACKOFF, Phase.FAILED)},
     **{(phase, "want"): Phase.WAITING for phase in (Phase.STOPPED, Phase.FAILED, Phase.BACKOFF)},
 }
@@ -298,6 +299,14 @@ def test_leaving_node_lets_a_whole_ring_end_in_order(phase: str) -> None:
     assert effect.orderly == (phase in (Phase.PROBING, Phase.SERVING, Phase.DRAINING))
     (effect,) = at(phase).send("lost", reason="beta is lost")
     assert not effect.orderly
+
+
+def test_replan_is_no_failure_and_no_restart() -> None:
+    it = at(Phase.SERVING)
+    (effect,) = it.send("replan", reason="a better plan")
+    assert (effect.kind, effect.orderly) == ("teardown", True)
+    it.send("stopped")
+    assert (it.ring.phase, it.ring.failures, it.ring.restarts) == (Phase.WAITING, 0, ())
 
 
 def test_leaving_node_lets_answers_end_then_the_ring() -> None:

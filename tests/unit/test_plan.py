@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
-from samples import BINARIES, box, card, config, copy_of, model_config, recorded, shape, without_leader
+from samples import BINARIES, box, card, config, copy_of, model_config, recorded, ring_plan, shape, without_leader
 
 from shardbox import (
     ENGINE_BASE_BYTES,
@@ -34,6 +34,7 @@ from shardbox import (
     fit_gpu,
     format_size,
     from_json,
+    improvement,
     largest_remainder,
     model_costs,
     node_room,
@@ -715,3 +716,32 @@ def test_plan_of_any_boxes_with_cards_overruns_no_memory(rooms: list[tuple[int, 
 def test_format_size_of_a_plan_is_what_its_reason_says() -> None:
     found = plan([box("alpha", 16 * GIB, EIGHT)])
     assert format_size(model_costs(EIGHT, 128).total_bytes) in found.reason
+
+
+# --- a better plan for a ring that serves ---
+
+
+def with_cards(plan: ModelPlan, *gpu_layers: int) -> ModelPlan:
+    ranks = (replace(rank, gpu_layers=count) for rank, count in zip(plan.ranks, gpu_layers, strict=True))
+    return replace(plan, ranks=tuple(ranks))
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "why"),
+    [
+        (ring_plan(5, 5), ring_plan(10), "1 node can serve it now, instead of 2"),
+        (ring_plan(4, 4, 2), ring_plan(5, 5), "2 nodes can serve it now, instead of 3"),
+        (ring_plan(10), ring_plan(5, 5), ""),
+        (ring_plan(5, 5), ring_plan(6, 4), ""),
+        (with_cards(ring_plan(5, 5), 0, 2), with_cards(ring_plan(5, 5), 2, 2), "2 more layers fit on cards"),
+        (with_cards(ring_plan(5, 5), 0, 2), with_cards(ring_plan(5, 5), 1, 2), ""),
+        (with_cards(ring_plan(5, 5), 5, 5), ring_plan(5, 5), ""),
+    ],
+)
+def test_improvement_only_of_a_clearly_better_plan(old: ModelPlan, new: ModelPlan, why: str) -> None:
+    assert improvement(old, new) == why
+
+
+def test_improvement_of_a_plan_over_itself_is_none() -> None:
+    for plan in (ring_plan(10), ring_plan(5, 5), with_cards(ring_plan(3, 7), 3, 7)):
+        assert improvement(plan, plan) == ""
