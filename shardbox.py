@@ -393,6 +393,7 @@ class ModelConfig:
     layers: dict[str, int] = dataclasses.field(default_factory=dict)  # node -> layer window; {}: planned
     autostart: bool = True
     embeddings: bool = False
+    overcommit: bool = False  # may be read from disk again for every token, where memory is short
     rehearse: RehearseConfig | None = None
 
 
@@ -739,6 +740,7 @@ _FILE = _table({
         "layers": _map(_name, _number(1, 4096)),
         "autostart": _flag,
         "embeddings": _flag,
+        "overcommit": _flag,
         "rehearse": lambda value, place: RehearseConfig(**_rehearse(value, place)),
     }, needs=("name", "path")), "a list of tables, [[models]]"),
 })  # fmt: skip
@@ -815,9 +817,10 @@ def _check_models(config: Config, root: _Place) -> None:
 
 
 def _check_ports(config: Config, root: _Place) -> None:
-    """The ports and blocks of each node end before 65536 and do not meet."""
-    hint = f"data and signal take {PORT_BLOCK} ports for each model"
-    block = PORT_BLOCK * max(1, len(config.models))
+    """The ports and blocks of each node end before 65536 and do not meet. Engines that are closed in for sure have
+    ports of their own: there one block is all, and it meets nothing of ours."""
+    hint, closed = f"data and signal take {PORT_BLOCK} ports for each model", config.engine.isolate == "always"
+    block = PORT_BLOCK * (1 if closed else max(1, len(config.models)))
     places = {} if config.nodes else {root.at("ports"): config.ports}
     for n, node in enumerate(config.nodes):
         places[root.at("ports") if node.ports == config.ports else root.at("nodes", n, "ports")] = node.ports
@@ -833,6 +836,8 @@ def _check_ports(config: Config, root: _Place) -> None:
         for pair in itertools.combinations(spans, 2):
             # The one to blame is the one that stands here, not inherited.
             key, other = sorted(pair, key=lambda key: place.at(key).path not in place.report.lines)
+            if closed and len(spans[key]) != len(spans[other]):
+                continue
             if spans[key][0] in spans[other] or spans[other][0] in spans[key]:
                 place.at(key).add(f"{text[key]} meets {other}, {text[other]}", hint)
 
@@ -894,6 +899,10 @@ class ModelShape:
     ff_width: int
     context_train: int
     layer_bytes: tuple[int, ...]  # one entry a layer: the bytes of its own tensors
+    active_bytes: tuple[int, ...] = ()  # of these, what one token reads: not every expert; (): all
+    kv_values: tuple[int, ...] = ()  # one entry a layer: keys and values of one token; (): kv_heads in each
+    experts_used: int = 0  # of each layer; 0: it has none
+    sliding_window: int = 0  # tokens, as the header says; Prima keeps the whole context all the same
     embedding_bytes: int  # token_embd
     output_bytes: int  # output, output_norm and all else that is not in a layer
     tied_output: bool  # no output.weight: the embedding is used again
@@ -910,6 +919,7 @@ class GpuFacts:
     name: str
     total_bytes: int | None = None
     free_bytes: int | None = None
+    bytes_per_s: float = 0.0  # of its memory, from clock and width of the bus; 0: no reading
     note: str = ""
 
 
@@ -920,6 +930,22 @@ class MemoryFacts:
     total_bytes: int
     available_bytes: int  # what a new process could take, without our own engines' share added back
     source: str = "meminfo"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SpeedFacts:
+    """How fast this box reads, measured once; 0: not measured (yet)."""
+
+    memory_bytes_per_s: float = 0.0  # all cores together, from memory
+    core_bytes_per_s: float = 0.0  # one core, from its cache: how fast it computes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LinkFacts:
+    """The way to another node over the mesh, measured at the sizes of the engine's messages."""
+
+    rtt_ns: int  # of a small message
+    bytes_per_s: int  # of large ones
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -985,6 +1011,8 @@ class NodeFacts:
     engine_kind: str = "prima"
     ports: PortsConfig = PortsConfig()
     own_bytes: int = 0  # memory held by our own engines now: it counts as free
+    speed: SpeedFacts = SpeedFacts()
+    links: dict[str, LinkFacts] = dataclasses.field(default_factory=dict)  # to other nodes, by name
     key: str = ""  # its public key, as [[nodes]] may pin it
     engine_root: str = ""  # content hash of the engine files that it gives to boxes of the same platform
 
@@ -1199,17 +1227,22 @@ def split_parts(name: str) -> tuple[str, ...]:
     return tuple(f"{match[1]}-{number:05}-of-{match[3]}.gguf" for number in range(1, int(match[3]) + 1))
 
 
-def _key_count(header: GgufHeader, key: str, default: int | None = None) -> int:
-    """A key's whole number, the largest where it is an array. Raises GgufError where it is none."""
+def _key_counts(header: GgufHeader, key: str, default: int | None = None) -> tuple[int, ...]:
+    """A key's whole numbers: one, or one a layer. Raises GgufError where it has others, or none."""
     value = header.metadata.get(key, default)
     if value is None:
         raise GgufError(f"key {key[:64]!r} is missing", where=header.name, hint=_WHOLE_MODEL)
     items = value if isinstance(value, tuple) else (value,)
-    whole = [item for item in items if type(item) is int and 0 <= item < 1 << 31]  # a bool is no number
+    whole = tuple(item for item in items if type(item) is int and 0 <= item < 1 << 31)  # a bool is no number
     if not whole or len(whole) < len(items):
         what = f"key {key[:64]!r} must be a whole number, got {value!r:.40}"
         raise GgufError(what, where=header.name, hint=_COPY_AGAIN)
-    return max(whole)
+    return whole
+
+
+def _key_count(header: GgufHeader, key: str, default: int | None = None) -> int:
+    """A key's whole number, the largest where it has one a layer. Raises GgufError where it has none."""
+    return max(_key_counts(header, key, default))
 
 
 def model_shape(headers: Sequence[GgufHeader]) -> ModelShape:
@@ -1227,24 +1260,35 @@ def model_shape(headers: Sequence[GgufHeader]) -> ModelShape:
     def count(key: str, default: int | None = None) -> int:
         return _key_count(first, f"{architecture}.{key}", default)
 
-    layer_bytes = _layer_bytes(first.name, tensors, count("block_count"))
+    layers, experts = count("block_count"), count("expert_count", 0)
+    used = min(experts, count("expert_used_count", experts))
+    layer_bytes, active_bytes = _layer_bytes(first.name, tensors, layers, used / (experts or 1))
     heads, width = count("attention.head_count"), count("embedding_length")
     head_width = width // max(1, heads)
+    key_width, value_width = (count(f"attention.{what}_length", head_width) for what in ("key", "value"))
+    kv_heads = _key_counts(first, f"{architecture}.attention.head_count_kv", heads)
+    if len(kv_heads) not in (1, layers):
+        what = f"key '{architecture}.attention.head_count_kv' has {len(kv_heads)} values for {layers} layers"
+        raise GgufError(what, where=first.name, hint=_COPY_AGAIN)
     by_type: Counter[str] = Counter()
     for tensor in tensors.values():
         by_type[tensor.type] += tensor.bytes
     return ModelShape(
         architecture=_plain_text(architecture),
-        layers=len(layer_bytes),
+        layers=layers,
         width=width,
         vocab=math.prod(embedding.dims[1:]),
         heads=heads,
-        kv_heads=count("attention.head_count_kv", heads),
-        key_width=count("attention.key_length", head_width),
-        value_width=count("attention.value_length", head_width),
+        kv_heads=max(kv_heads),
+        key_width=key_width,
+        value_width=value_width,
         ff_width=count("feed_forward_length"),
         context_train=count("context_length"),
         layer_bytes=layer_bytes,
+        active_bytes=active_bytes,
+        kv_values=tuple(its * (key_width + value_width) for its in kv_heads * (layers // len(kv_heads))),
+        experts_used=used,
+        sliding_window=count("attention.sliding_window", 0),
         embedding_bytes=embedding.bytes,
         output_bytes=by_type.total() - sum(layer_bytes) - embedding.bytes,
         tied_output="output.weight" not in tensors,
@@ -1281,16 +1325,21 @@ def _all_tensors(headers: Sequence[GgufHeader]) -> dict[str, TensorInfo]:
     return tensors
 
 
-def _layer_bytes(where: str, tensors: dict[str, TensorInfo], layers: int) -> tuple[int, ...]:
-    """Bytes of each layer's own tensors. Raises GgufError where a layer has none, or is one too many."""
+def _layer_bytes(
+    where: str, tensors: dict[str, TensorInfo], layers: int, used: float
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Bytes of each layer's own tensors, and what one token reads of them, with this share of the experts.
+    Raises GgufError where a layer has none, or is one too many."""
     sizes: Counter[int] = Counter()
+    active: Counter[int] = Counter()
     for name, tensor in tensors.items():
-        if match := re.match(r"blk\.(\d{1,9})\.", name):
+        if match := re.match(r"blk\.(\d{1,9})\.(ffn_\w+(_exps|\.\d+)\.)?", name):
             sizes[int(match[1])] += tensor.bytes
-    if len(sizes) != layers or max(sizes, default=0) >= layers:
+            active[int(match[1])] += int(tensor.bytes * used) if match[2] else tensor.bytes
+    if not layers or len(sizes) != layers or max(sizes, default=0) >= layers:
         what = f"{layers} layers are announced, there are tensors of {len(sizes)}, up to {max(sizes, default=0)}"
         raise GgufError(what, where=where, hint=_COPY_AGAIN)
-    return tuple(sizes[number] for number in range(layers))
+    return tuple(sizes[number] for number in range(layers)), tuple(active[number] for number in range(layers))
 
 
 # ======================================================================================================
@@ -1298,11 +1347,23 @@ def _layer_bytes(where: str, tensors: dict[str, TensorInfo], layers: int) -> tup
 # ======================================================================================================
 
 HTTP_OFFSET = 32
-ENGINE_BASE_BYTES = 48 * MIB  # an engine before it holds a model: code, threads, vocabulary
 GPU_BASE_BYTES = 512 * MIB  # a CUDA context and its scratch space, on each card
 HEADROOM = 0.05  # of a node's memory, left alone
 CONTEXT_STEP = 32  # llama.cpp rounds a context up to this
 PREFILL_BATCH = 512  # tokens; llama.cpp's default ubatch, what compute buffers are sized for
+MAX_CYCLES = 29  # Prima has 32 schedulers: one a window, and the leader's two ends (bdf9d8e7, src/llama.cpp)
+EXACT_ORDER = 10  # ranks: up to here the order of a ring is the best there is
+
+# What an engine holds beside buffers (measured on bdf9d8e7 over five models): code, threads, tables; strings and
+# indexes of its vocabulary, per token; cells of the KV cache, per token of context.
+ENGINE_BASE_BYTES, VOCAB_TOKEN_BYTES, CONTEXT_CELL_BYTES = 16 * MIB, 512, 128
+
+# How fast it computes: weights a core multiplies while it could scan one byte in its cache; time around each layer; one
+# hop through two engines and forwarders beside the network. Measured on bdf9d8e7 with AVX-512 (2026-12-01, AMD EPYC
+# 9004): eleven quantisations lie within 0.7 and 1.4 of this.
+WEIGHTS_PER_SCANNED_BYTE, LAYER_S, HOP_S = 0.18, 60e-6, 250e-6
+TOKEN_S_PER_VOCAB = 20e-9  # sampling on the leader
+ASSUMED_LINK = LinkFacts(rtt_ns=500_000, bytes_per_s=110_000_000)  # until it is measured: 1 Gbit/s
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -1311,16 +1372,20 @@ class RankPlan:
 
     rank: int
     node: str
-    window: int  # layers
+    window: int  # layers in one go round the ring
+    layers: int = 0  # in all
     first_layer: int
-    gpu_layers: int
+    gpu_layers: int  # of each window
     weights_bytes: int
     kv_bytes: int
     buffer_bytes: int
     gpu_bytes: int  # the part of all these that goes to the card
+    paged_bytes: int = 0  # of the weights, for which there is no memory: read from disk for every token
     free_bytes: int
     threads: int
     why: str
+    compute_s: float = 0.0  # for one token, predicted; 0: not known
+    hop_s: float = 0.0  # from here to the next rank
     copy_bytes: int = 0  # of the model's file, which this node has to fetch first
 
 
@@ -1335,6 +1400,10 @@ class ModelPlan:
     context: int  # tokens over all slots: what the engine is told with -c
     shape: ModelShape
     reason: str
+    cycles: int = 1  # how often a token goes round the ring; more than once: memory is short, weights come from disk
+    token_s: float = 0.0  # predicted for one token, early in a context; 0: not known
+    alone: str = ""  # the node that would be fastest alone, had it the memory; "": not known
+    alone_s: float = 0.0
     root: str = ""  # the content hash that counts; "" while it is not known
     left_out: dict[str, str] = dataclasses.field(default_factory=dict)  # node -> why
 
@@ -1347,6 +1416,11 @@ class ModelPlan:
     def leader(self) -> str:
         """The node of rank 0."""
         return self.ranks[0].node
+
+    @property
+    def paged_bytes(self) -> int:
+        """Weights that no memory holds, over all ranks."""
+        return sum(rank.paged_bytes for rank in self.ranks)
 
     def rank_of(self, node: str) -> RankPlan | None:
         """This node's part, None where it has none."""
@@ -1374,7 +1448,6 @@ class Room:
     ram_bytes: int
     gpu_bytes: int
     note: str
-    cores: int = 1
 
     @property
     def total_bytes(self) -> int:
@@ -1387,37 +1460,50 @@ class Costs:
     """What a model costs in bytes, independent of where it goes."""
 
     layer_bytes: tuple[int, ...]  # weights
-    layer_kv_bytes: int  # KV cache of one layer over the whole context
+    kv_bytes: tuple[int, ...]  # KV cache of each layer over the whole context
+    upto: tuple[int, ...]  # weights and KV cache of all layers before this one
     ends_bytes: int  # embedding and output, held by the leader
-    leader_buffer_bytes: int
-    worker_buffer_bytes: int
+    graph_bytes: int  # compute buffer of one window
+    leader_buffer_bytes: int  # what the leader has beside it, for both ends and the answers
+    base_bytes: int  # an engine before all that, with its scratch space
 
-    def fixed_bytes(self, leader: bool) -> int:
+    def buffer_bytes(self, leader: bool, cycles: int = 1) -> int:
+        """All that a rank holds beside weights and KV cache."""
+        return self.base_bytes + cycles * self.graph_bytes + (self.leader_buffer_bytes if leader else 0)
+
+    def fixed_bytes(self, leader: bool, cycles: int = 1) -> int:
         """What a rank needs before its first layer."""
-        return self.ends_bytes + self.leader_buffer_bytes if leader else self.worker_buffer_bytes
-
-    def range_bytes(self, first: int, count: int) -> int:
-        """Weights and KV cache of `count` layers from `first` on."""
-        return sum(self.layer_bytes[first : first + count]) + count * self.layer_kv_bytes
+        return self.buffer_bytes(leader, cycles) + (self.ends_bytes if leader else 0)
 
     @property
     def total_bytes(self) -> int:
         """All of it on one node."""
-        return self.fixed_bytes(leader=True) + self.range_bytes(0, len(self.layer_bytes))
+        return self.fixed_bytes(leader=True) + self.upto[-1]
 
 
-def model_costs(shape: ModelShape, context: int) -> Costs:
-    """Costs for `context` tokens over all slots. The KV cache is f16, two bytes a value (llama.cpp's default);
-    compute buffers are what its graph keeps at once for a batch of PREFILL_BATCH tokens, in f32."""
-    batch = min(PREFILL_BATCH, context)
-    graph = 4 * batch * (2 * shape.ff_width + 8 * shape.width + context * shape.heads)
-    logits = 4 * batch * shape.vocab
+def model_costs(shape: ModelShape, context: int, slots: int = 1) -> Costs:
+    """Costs for `context` tokens over all slots, as Prima allocates them (bdf9d8e7, src/llama.cpp: build_llama,
+    llama_kv_cache_init, llama_output_reserve; compute buffers to the MiB on five models).
+
+    The KV cache is f16, two bytes a value, for the whole context also in layers with a sliding window. A window's
+    graph keeps the mask and either the scores of all heads and three activations, or both halves of the feed-forward
+    layer (of every used expert) and two. The ends have graphs of their own, and logits for a whole batch."""
+    batch, used = min(PREFILL_BATCH, context), max(1, shape.experts_used)
+    inner, outer = 4 * batch * max(shape.width, shape.heads * shape.key_width), 4 * batch * shape.width
+    forward = 4 * batch * used * max(2 * shape.ff_width, shape.ff_width + shape.width) + 2 * outer
+    scores = 4 * batch * context * shape.heads
+    scratch = 2 * batch * max(context * shape.heads, shape.ff_width * used)  # src1 of a product, as f16 at most
+    values = shape.kv_values or (shape.kv_heads * (shape.key_width + shape.value_width),) * shape.layers
+    kv_bytes = tuple(2 * context * count for count in values)
+    both = [weights + kv for weights, kv in zip(shape.layer_bytes, kv_bytes, strict=True)]
     return Costs(
         layer_bytes=shape.layer_bytes,
-        layer_kv_bytes=2 * context * shape.kv_heads * (shape.key_width + shape.value_width),
+        kv_bytes=kv_bytes,
+        upto=tuple(itertools.accumulate(both, initial=0)),
         ends_bytes=shape.embedding_bytes + shape.output_bytes,
-        leader_buffer_bytes=ENGINE_BASE_BYTES + graph + logits,
-        worker_buffer_bytes=ENGINE_BASE_BYTES + graph,
+        graph_bytes=4 * batch * context + max(scores + 3 * inner, forward) + 64 * KIB,
+        leader_buffer_bytes=4 * (batch + slots) * shape.vocab + 3 * outer,
+        base_bytes=ENGINE_BASE_BYTES + scratch + VOCAB_TOKEN_BYTES * shape.vocab + CONTEXT_CELL_BYTES * context,
     )
 
 
@@ -1447,16 +1533,16 @@ def rehearsed_shape(rehearse: RehearseConfig, name: str) -> ModelShape:
     )
 
 
-def node_room(config: Config, facts: NodeFacts, taken: int, sharers: int, gpu_taken: int = 0) -> Room:
-    """What this node may spend. The rehearsal holds no weights, so there a cap counts as given.
+# --- what the nodes have -------------------------------------------------------------------------------
 
-    `sharers`: how many engines divide this box's cores; one that waits for its ring spins, so they must not overlap."""
-    node = config.node(facts.name)
+
+def node_room(node: NodeConfig, facts: NodeFacts, taken: int = 0, gpu_taken: int = 0) -> Room:
+    """What this node may spend. The rehearsal holds no weights, so there a cap counts as given."""
     measured = facts.memory.available_bytes + facts.own_bytes
     cap = node.memory_bytes
     if cap is None:
         ram, note = measured, f"{format_size(measured)} available"
-    elif config.engine.kind == "rehearsal" or cap <= measured:
+    elif facts.engine_kind == "rehearsal" or cap <= measured:
         ram, note = cap, f"capped at {format_size(cap)}"
     else:
         ram, note = measured, f"{format_size(measured)} available, below its cap of {format_size(cap)}"
@@ -1464,12 +1550,10 @@ def node_room(config: Config, facts: NodeFacts, taken: int, sharers: int, gpu_ta
     gpu = sum(max(0, int(free * (1 - HEADROOM)) - GPU_BASE_BYTES) for free in cards)
     if node.gpu_memory_bytes is not None:
         gpu = min(gpu, node.gpu_memory_bytes)
-    gpu = max(0, gpu - gpu_taken)
-    ram = max(0, int(ram * (1 - HEADROOM)) - taken)
     if taken:
         note += f", {format_size(taken)} of it for other models"
-    threads = node.engine.threads or max(1, facts.cores // max(1, sharers))
-    return Room(node=facts.name, ram_bytes=ram, gpu_bytes=gpu, note=note, cores=threads)
+    ram = max(0, int(ram * (1 - HEADROOM)) - taken)
+    return Room(node=facts.name, ram_bytes=ram, gpu_bytes=max(0, gpu - gpu_taken), note=note)
 
 
 def _binary_problem(facts: NodeFacts, role: str) -> str:
@@ -1477,25 +1561,61 @@ def _binary_problem(facts: NodeFacts, role: str) -> str:
     return f"cannot {'lead' if role == 'leader' else 'work'}: {problem}" if problem else ""
 
 
-def to_fetch(config: Config, model: ModelConfig, facts: NodeFacts, wanted: ModelFacts) -> int:
-    """Bytes of the model's file that this node has to fetch first; 0 where it has it, needs none or cannot."""
-    here, rehearsed = facts.model(model.name), config.engine.kind == "rehearsal" and model.rehearse is not None
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Field:
+    """All nodes, looked through once for every model: what does not depend on the model."""
+
+    config: Config
+    facts: dict[str, NodeFacts]  # by name, in its order
+    entries: dict[str, NodeConfig]
+    copies: dict[str, dict[str, ModelFacts]]  # node -> model -> its copy
+    workers: dict[str, str]  # node -> why it cannot lead
+    broken: dict[str, str]  # node -> why it can do nothing
+
+    def copy(self, node: str, model: str) -> ModelFacts:
+        """This node's copy of a model; one with a `problem` where there is none."""
+        return self.copies[node].get(model) or self.facts[node].model(model)
+
+
+def _look_over(config: Config, facts: Sequence[NodeFacts]) -> _Field:
+    declared = {node.name: node for node in config.nodes}
+    by_name = {node.name: node for node in sorted(facts, key=lambda node: node.name)}
+    default = NodeConfig(name="", engine=config.engine, ports=config.ports)
+    broken, workers = {}, {}
+    for name, node in by_name.items():
+        leader, worker = _binary_problem(node, "leader"), _binary_problem(node, "worker")
+        if leader:
+            workers[name] = leader
+        if node.engine_kind != config.engine.kind:
+            broken[name] = f"runs engine kind {node.engine_kind!r}, this box wants {config.engine.kind!r}"
+        elif leader and worker:
+            broken[name] = worker
+    return _Field(
+        config=config,
+        facts=by_name,
+        entries={name: declared.get(name, default) for name in by_name},
+        copies={name: {copy.name: copy for copy in node.models} for name, node in by_name.items()},
+        workers=workers,
+        broken=broken,
+    )
+
+
+def to_fetch(config: Config, model: ModelConfig, here: ModelFacts, wanted: ModelFacts) -> int:
+    """Bytes of the model's file that a node with this copy has to fetch first; 0 where it needs none or cannot."""
+    rehearsed = config.engine.kind == "rehearsal" and model.rehearse is not None
     fits = here.problem and config.cluster.copy_models and 0 < wanted.size_bytes <= here.room_bytes
     return wanted.size_bytes if fits and not rehearsed else 0
 
 
-def node_problem(config: Config, model: ModelConfig, facts: NodeFacts, wanted: ModelFacts) -> str:
+def _node_problem(field: _Field, model: ModelConfig, name: str, wanted: ModelFacts) -> str:
     """Why this node cannot hold any part of the model, "" when it can. `wanted`: the copy that counts."""
     for key, allowed in (("nodes", model.nodes), ("layers", model.layers)):
-        if allowed and facts.name not in allowed:
+        if allowed and name not in allowed:
             return f"not in the model's `{key}`"
-    if facts.engine_kind != config.engine.kind:
-        return f"runs engine kind {facts.engine_kind!r}, this box wants {config.engine.kind!r}"
-    worker, leader = _binary_problem(facts, "worker"), _binary_problem(facts, "leader")
-    if worker and leader:
-        return worker
-    copy = facts.model(model.name)
-    if to_fetch(config, model, facts, wanted):
+    if name in field.broken:
+        return field.broken[name]
+    config, copy = field.config, field.copy(name, model.name)
+    if to_fetch(config, model, copy, wanted):
         return ""
     if copy.problem and not (config.engine.kind == "rehearsal" and model.rehearse and not copy.path):
         needs, free = format_size(wanted.size_bytes), format_size(copy.room_bytes)
@@ -1506,13 +1626,13 @@ def node_problem(config: Config, model: ModelConfig, facts: NodeFacts, wanted: M
     return ""
 
 
-def copy_that_counts(config: Config, model: ModelConfig, facts: Sequence[NodeFacts]) -> ModelFacts:
+def _copy_that_counts(field: _Field, model: ModelConfig) -> ModelFacts:
     """The content that every rank must have: the leader's where the TOML names one, else that of most nodes that hold
     the model (ties: lowest hash). One that contradicts the TOML's `sha256` is no copy at all. Nodes that may not hold
     a rank count only if no other has it. Raises PlanError where no node has it, or where some would have to fetch it
     and those who have it disagree."""
-    allowed = model.nodes or tuple(model.layers) or [node.name for node in facts]
-    copies = {node.name: node.model(model.name) for node in facts}
+    config, allowed = field.config, dict.fromkeys(model.nodes or tuple(model.layers) or field.facts)
+    copies = {name: field.copy(name, model.name) for name in field.facts}
     whole = {name: copy for name, copy in copies.items() if copy.shape is not None and not copy.problem}
     whole = {name: copy for name, copy in whole.items() if name in allowed} or (
         whole if config.cluster.copy_models else {}
@@ -1522,16 +1642,16 @@ def copy_that_counts(config: Config, model: ModelConfig, facts: Sequence[NodeFac
             return ModelFacts(name=model.name, shape=rehearsed_shape(model.rehearse, model.name))
         found = "; ".join(f"{name}: {copies[name].problem or 'not there'}" for name in copies if name in allowed)
         hint = "copy the file to one box, under the TOML's folder or one of model_dirs"
-        raise _plan_error(model, f"no node has a whole copy of {model.path} ({found})", hint)
+        raise _plan_error(model, f"no node has a whole copy of {model.path} ({found:.4000})", hint)
     votes = Counter(copy.root for copy in whole.values() if copy.root)
     root = min(votes, key=lambda value: (-votes[value], value), default="")
     if model.leader in whole and whole[model.leader].root:
         root = whole[model.leader].root
     wanted = next((copy for copy in whole.values() if copy.root == root), next(iter(whole.values())))
-    takers = [node for node in facts if node.name in allowed and to_fetch(config, model, node, wanted)]
+    takers = [name for name, copy in copies.items() if name in allowed and to_fetch(config, model, copy, wanted)]
     if len(votes) > 1 and takers and not model.sha256 and model.leader not in whole:
         held = ", ".join(f"{name} has {copy.root[:8]}" for name, copy in whole.items() if copy.root)
-        what = f"{takers[0].name} has to fetch {model.path}, but the copies differ: {held}"
+        what = f"{takers[0]} has to fetch {model.path}, but the copies differ: {held}"
         raise _plan_error(model, what, "say which one is right: `sha256` of the model, as sha256sum prints it")
     return wanted
 
@@ -1546,6 +1666,79 @@ def coarse(count: int) -> int:
     return count >> shift << shift
 
 
+# --- how fast it would be ------------------------------------------------------------------------------
+
+
+def compute_s(shape: ModelShape, facts: NodeFacts, threads: int, layers: Sequence[int], gpu: int, leads: bool) -> float:
+    """Seconds that this node computes for one token of which it holds these layers, the last `gpu` on its card;
+    0 where its speed is not known, or nothing is computed (rehearsal).
+
+    What a token reads is weights; early in a context the KV cache adds little. A core is bound by its arithmetic, all
+    of them together by the memory."""
+    active = shape.active_bytes or shape.layer_bytes
+    on_card = sum(active[n] for n in layers[len(layers) - gpu :])
+    ends = (shape.embedding_bytes if shape.tied_output else shape.output_bytes) if leads else 0
+    in_memory = sum(active[n] for n in layers) - on_card + ends
+    _, block, block_bytes = next((kind for kind in GGML_TYPES.values() if kind[0] == shape.quantisation), ("", 1, 1))
+    card = min((gpu.bytes_per_s for gpu in facts.gpus if gpu.bytes_per_s), default=0.0)
+    speed = facts.speed
+    if facts.engine_kind == "rehearsal" or not speed.memory_bytes_per_s or (on_card and not card):
+        return 0.0
+    weights = in_memory * block / block_bytes
+    busy = weights / (threads * speed.core_bytes_per_s * WEIGHTS_PER_SCANNED_BYTE)
+    seconds = max(busy, in_memory / speed.memory_bytes_per_s) + len(layers) * LAYER_S
+    return seconds + (on_card / card if on_card else 0.0) + (shape.vocab * TOKEN_S_PER_VOCAB if leads else 0.0)
+
+
+def hop_ns(one: NodeFacts, other: NodeFacts, message_bytes: int) -> int:
+    """Nanoseconds of one message over the network, one way; the same in both directions."""
+    seen = [link for link in (one.links.get(other.name), other.links.get(one.name)) if link] or [ASSUMED_LINK]
+    return min(link.rtt_ns // 2 + message_bytes * 10**9 // max(1, link.bytes_per_s) for link in seen)
+
+
+def ring_order(costs: Sequence[Sequence[int]]) -> list[int]:
+    """The cheapest way round all places from 0, as their numbers; exact for EXACT_ORDER, else the nearest next and
+    then turned pieces. Of equal ways the one with the lowest numbers first. `costs`: symmetric, integers."""
+    count = len(costs)
+    if count <= 3:
+        return list(range(count))
+    if count > EXACT_ORDER:
+        return _good_order(costs)
+    best: dict[tuple[int, int], tuple[int, tuple[int, ...]]] = {
+        (1 << n, n): (costs[0][n], (n,)) for n in range(1, count)
+    }
+    for _ in range(count - 2):
+        further: dict[tuple[int, int], tuple[int, tuple[int, ...]]] = {}
+        for (seen, last), (cost, way) in best.items():
+            for n in range(1, count):
+                if not seen >> n & 1:
+                    key, offer = (seen | 1 << n, n), (cost + costs[last][n], (*way, n))
+                    if key not in further or offer < further[key]:
+                        further[key] = offer
+        best = further
+    _, way = min((cost + costs[last][0], way) for (_, last), (cost, way) in best.items())
+    return [0, *way]
+
+
+def _good_order(costs: Sequence[Sequence[int]]) -> list[int]:
+    way, left = [0], set(range(1, len(costs)))
+    while left:
+        way.append(min(left, key=lambda n: (costs[way[-1]][n], n)))
+        left.remove(way[-1])
+    size, better = len(way), True
+    while better:
+        better = False
+        for i, j in itertools.combinations(range(1, size), 2):
+            a, b, c, d = way[i - 1], way[i], way[j], way[(j + 1) % size]
+            if costs[a][c] + costs[b][d] < costs[a][b] + costs[c][d]:
+                way[i : j + 1] = reversed(way[i : j + 1])
+                better = True
+    return way
+
+
+# --- one model -----------------------------------------------------------------------------------------
+
+
 def plan_model(
     config: Config,
     model: ModelConfig,
@@ -1555,45 +1748,51 @@ def plan_model(
 ) -> ModelPlan:
     """The plan for one model on these nodes. `taken`: bytes of memory, `gpu_taken`: of cards, that models placed before
     use, by node. Raises PlanError saying what is missing, and by how much."""
-    facts = sorted(facts, key=lambda node: node.name)
-    wanted_copy = copy_that_counts(config, model, facts)
-    shape = typing.cast(ModelShape, wanted_copy.shape)
+    return _timed(_placed(_look_over(config, facts), model, taken, gpu_taken), {node.name: node for node in facts})
+
+
+def _placed(field: _Field, model: ModelConfig, taken: Mapping[str, int], gpu_taken: Mapping[str, int]) -> ModelPlan:
+    wanted = _copy_that_counts(field, model)
+    shape = typing.cast(ModelShape, wanted.shape)
     context = model.slots * (-(-model.context // CONTEXT_STEP) * CONTEXT_STEP)
-    wanted = max(1, sum(other.autostart for other in config.models))
-    machines = Counter(node.machine for node in facts)
-    problems = {node.name: node_problem(config, model, node, wanted_copy) for node in facts}
-    copies = {node.name: to_fetch(config, model, node, wanted_copy) for node in facts}
-    left_out = {name: problem for name, problem in problems.items() if problem}
-    rooms = [
-        node_room(config, node, taken.get(node.name, 0), wanted * machines[node.machine], gpu_taken.get(node.name, 0))
-        for node in facts
-        if not problems[node.name]
-    ]
-    rooms.sort(key=lambda room: (copies[room.node] > 0, -coarse(room.total_bytes), room.node))  # who has it goes first
-    workers = {node.name: problem for node in facts if (problem := _binary_problem(node, "leader"))}
-    leaders = [room for room in rooms if room.node not in workers and model.leader in ("", room.node)]
-    if not leaders and model.leader:
-        what = f"its leader {model.leader} is {(workers | left_out).get(model.leader, 'not reachable')}"
-        raise _plan_error(model, what, "mend or start that box, or leave out `leader`")
-    if not leaders:
-        what = "no node can lead: " + "; ".join(f"{k}: {v}" for k, v in (workers | left_out).items())
-        raise _plan_error(model, what, "one box needs llama-server in [engine] path")
+    costs = model_costs(shape, context, model.slots)
+    least = costs.fixed_bytes(leader=False) + min(costs.layer_bytes) + min(costs.kv_bytes)
+    left_out, rooms = {}, []
+    for name, node in field.facts.items():
+        if problem := _node_problem(field, model, name, wanted):
+            left_out[name] = problem
+        else:
+            rooms.append(node_room(field.entries[name], node, taken.get(name, 0), gpu_taken.get(name, 0)))
+    small = [room for room in rooms if room.total_bytes < least]
+    if len(small) < len(rooms) and not model.layers:  # one that could hold nothing stands in nobody's way
+        part = format_size(least)
+        for room in small:
+            free = format_size(room.total_bytes)
+            left_out[room.node] = f"no room: {free} free here, the least part takes {part}"
+        rooms = [room for room in rooms if room.total_bytes >= least]
+    fetch = {room.node: to_fetch(field.config, model, field.copy(room.node, model.name), wanted) for room in rooms}
+    rooms.sort(key=lambda room: (fetch[room.node] > 0, -coarse(room.total_bytes), room.node))  # who has it goes first
     draft = _Draft(
-        model=model, costs=model_costs(shape, context), rooms=rooms, leaders=leaders, left_out=left_out, workers=workers
+        field=field, model=model, shape=shape, costs=costs, context=context, rooms=rooms, left_out=left_out, fetch=fetch
     )
-    ring, reason = draft.by_hand() if model.layers else draft.single() or draft.ring()
-    taking_part = {room.node for room, _ in ring}
-    spare = {room.node: "not needed: fewer ranks are faster" for room in rooms if room.node not in taking_part}
+    ring, cycles, reason = draft.by_hand() if model.layers else draft.single() or draft.ring()
+    used = {room.node for room, _ in ring}
+    left_out |= {
+        room.node: f"not needed: fewer ranks are faster ({format_size(room.total_bytes)} free here)"
+        for room in rooms
+        if room.node not in used
+    }
     return ModelPlan(
         model=model.name,
-        block=config.models.index(model),
+        block=field.config.models.index(model),
         layers=shape.layers,
         shape=shape,
         context=context,
         reason=reason,
-        root=wanted_copy.root,
-        left_out=left_out | spare,
-        ranks=tuple(replace(rank, copy_bytes=copies[rank.node]) for rank in draft.ranks(ring)),
+        cycles=cycles,
+        root=wanted.root,
+        left_out=left_out,
+        ranks=tuple(replace(rank, copy_bytes=fetch.get(rank.node, 0)) for rank in draft.ranks(ring, cycles)),
     )
 
 
@@ -1604,28 +1803,50 @@ _Ring = list[tuple[Room, int]]  # each rank's node and layer window, the leader 
 class _Draft:
     """One model's way to a plan: rooms are sorted, the roomiest first."""
 
+    field: _Field
     model: ModelConfig
+    shape: ModelShape
     costs: Costs
+    context: int
     rooms: list[Room]
-    leaders: list[Room]
     left_out: dict[str, str]
-    workers: dict[str, str]  # node -> why it cannot lead
+    fetch: dict[str, int]  # node -> bytes of the file that it has to fetch first
 
-    def single(self) -> tuple[_Ring, str] | None:
-        """One node that can lead, when it all fits there."""
-        need, layers = format_size(self.costs.total_bytes), len(self.costs.layer_bytes)
-        for room in self.leaders:
-            if self.free([(room, layers)])[0] >= 0:
-                fits = f"fits on {room.node} alone ({need} of {format_size(room.total_bytes)})"
-                return [(room, layers)], f"{fits}: not worth splitting, a ring would be slower"
-        return None
+    def leaders(self) -> list[Room]:
+        """Who can lead, the roomiest first. Raises PlanError where nobody can."""
+        model, workers, wanted = self.model, self.field.workers, self.model.leader
+        found = [room for room in self.rooms if room.node not in workers and wanted in ("", room.node)]
+        if not found and wanted:
+            what = f"its leader {wanted} is {(workers | self.left_out).get(wanted, 'not reachable')}"
+            raise _plan_error(model, what, "mend or start that box, or leave out `leader`")
+        if not found:
+            reasons = "; ".join(f"{node}: {why}" for node, why in [*(workers | self.left_out).items()][:MAX_RANKS])
+            raise _plan_error(model, f"no node can lead: {reasons}", "one box needs llama-server in [engine] path")
+        return found
 
-    def by_hand(self) -> tuple[_Ring, str]:
+    def single(self) -> tuple[_Ring, int, str] | None:
+        """One node that can lead, when it all fits there: the fastest as far as is known, else the roomiest."""
+        layers = self.shape.layers
+        fitting = [room for room in self.leaders() if self.free([(room, layers)])[0] >= 0]
+        if not fitting:
+            return None
+
+        def slowness(room: Room) -> tuple[bool, float]:
+            facts = self.field.facts[room.node]
+            gpu = fit_gpu(self.sizes([(0, layers)]), layers, self.gpu_room(room))[0]
+            seconds = compute_s(self.shape, facts, facts.cores, range(layers), gpu, leads=True)
+            return self.fetch[room.node] > 0, coarse(int(seconds * 1e9)) if seconds else math.inf
+
+        room = min(fitting, key=slowness)
+        need = format_size(self.costs.total_bytes)
+        fits = f"fits on {room.node} alone ({need} of {format_size(room.total_bytes)})"
+        return [(room, layers)], 1, f"{fits}: not worth splitting, a ring would be slower"
+
+    def by_hand(self) -> tuple[_Ring, int, str]:
         """The windows that the TOML sets, checked."""
-        windows, layers = self.model.layers, len(self.costs.layer_bytes)
-        rooms = [room for room in self.rooms if room.node in windows]
-        lead = next((room for room in self.leaders if room in rooms), None)
-        missing = [node for node in windows if node not in [room.node for room in rooms]]
+        windows, layers = self.model.layers, self.shape.layers
+        there = [room.node for room in self.rooms]
+        missing = [node for node in windows if node not in there]
         if missing:
             reasons = ", ".join(f"{node} ({self.left_out.get(node, 'not reachable')})" for node in missing)
             what = f"`layers` names nodes that cannot take part: {reasons}"
@@ -1633,45 +1854,54 @@ class _Draft:
         if sum(windows.values()) != layers:
             what = f"`layers` adds up to {sum(windows.values())}, the model has {layers}"
             raise _plan_error(self.model, what, "give every layer to one node")
-        if lead is None:
-            raise _plan_error(self.model, "no node in `layers` can lead", "one of them needs llama-server")
-        rooms.sort(key=lambda room: room is not lead)
-        ring = [(room, windows[room.node]) for room in rooms]
-        free = dict(zip([room.node for room in rooms], self.free(ring), strict=True))
-        short = [f"{node} is short by {format_size(-left)}" for node, left in free.items() if left < 0]
+        ring = [(room, windows[room.node]) for room in self.ordered(self.leaders()[0], self.rooms)]
+        free = zip([room.node for room, _ in ring], self.free(ring), strict=True)
+        short = [f"{node} is short by {format_size(-left)}" for node, left in free if left < 0]
         if short:
             what = f"`layers` by hand do not fit: {', '.join(short)}"
             raise _plan_error(self.model, what, "move layers to a node with room")
-        return ring, "windows set by hand in `layers`"
+        return ring, 1, "windows set by hand in `layers`"
 
-    def ring(self) -> tuple[_Ring, str]:
-        """The fewest nodes that hold it, the roomiest leading; windows by usable memory."""
-        lead, need = self.leaders[0], self.costs.total_bytes
-        others = sorted((room for room in self.rooms if room is not lead), key=lambda room: -room.total_bytes)
-        for count in range(2, min(1 + len(others), MAX_RANKS) + 1):
-            ring = self.shared([lead, *others[: count - 1]])
+    def ring(self) -> tuple[_Ring, int, str]:
+        """The fewest nodes that hold it, the roomiest leading; cards are filled first, then memory by its size."""
+        lead, need = self.leaders()[0], self.costs.total_bytes
+        others = [room for room in self.rooms if room is not lead]
+        others.sort(key=lambda room: (-room.total_bytes, room.node))
+        most = min(1 + len(others), MAX_RANKS, self.shape.layers)
+        for count in range(2, most + 1):
+            ring = self.shared(self.ordered(lead, others[: count - 1]))
             if ring:
                 alone = f"any one node that can lead ({lead.node} has {format_size(lead.total_bytes)})"
-                return ring, f"{format_size(need)} is too much for {alone}: {count} nodes share it"
-        rooms = self.rooms[:MAX_RANKS]
-        need += (len(rooms) - 1) * self.costs.worker_buffer_bytes
+                return ring, 1, f"{format_size(need)} is too much for {alone}: {count} nodes share it"
+        rooms = [lead, *others][:most]
+        need += (len(rooms) - 1) * self.costs.fixed_bytes(leader=False)
         have = sum(room.total_bytes for room in rooms)
-        listing = ", ".join(f"{room.node} {format_size(room.total_bytes)}" for room in rooms)
         short = f"short by {format_size(need - have)}"
         if need <= have:
             short = f"but not in pieces that hold whole layers of {format_size(max(self.costs.layer_bytes))}"
+        if self.model.overcommit and (found := self.cycled(lead, others[: most - 1])):
+            ring, cycles = found
+            return ring, cycles, f"memory is short ({short}): weights are read from disk again for every token"
+        listing = ", ".join(f"{room.node} {format_size(room.total_bytes)}" for room in rooms)
         what = f"too big for the nodes there are: needs {format_size(need)}, they have {format_size(have)}"
-        hint = "add a box, a smaller quantisation or a shorter context"
+        hint = "add a box, a smaller quantisation or a shorter context, or (slow, from disk) set `overcommit = true`"
         raise _plan_error(self.model, f"{what} ({listing}); {short}", hint)
 
+    def ordered(self, lead: Room, rooms: Sequence[Room]) -> list[Room]:
+        """The leader, then the others so that a token is soonest round."""
+        ring = [lead, *(room for room in rooms if room is not lead)]
+        facts = [self.field.facts[room.node] for room in ring]
+        if not any(node.links for node in facts):
+            return ring
+        message = 4 * self.shape.width
+        return [ring[n] for n in ring_order([[hop_ns(one, other, message) for other in facts] for one in facts])]
+
     def shared(self, rooms: list[Room]) -> _Ring | None:
-        """Layers for each node in proportion to its room, at least one each; None when they cannot hold them."""
-        layers = len(self.costs.layer_bytes)
-        spare = [room.total_bytes - self.costs.fixed_bytes(leader=n == 0) for n, room in enumerate(rooms)]
-        if min(spare) <= 0 or len(rooms) > layers:
-            return None
-        windows = largest_remainder(layers, spare)
-        for _ in range(layers):  # layers differ in size: move one at a time from over to under
+        """Layers for each node, at least one each: first what cards hold, the rest in proportion to what is free
+        then; None when they cannot hold them."""
+        layers = self.shape.layers
+        windows = self.first_shares(rooms)
+        for _ in range(layers if windows else 0):  # layers differ in size: move one at a time from over to under
             ring = list(zip(rooms, windows, strict=True))
             free = self.free(ring)
             worst, best = free.index(min(free)), free.index(max(free))
@@ -1683,46 +1913,114 @@ class _Draft:
             windows[best] += 1
         return None
 
-    def free(self, ring: _Ring) -> list[int]:
-        """What each node has left, in bytes; negative: too much."""
-        costs, free = self.costs, []
-        for rank, ((room, window), first) in enumerate(zip(ring, first_layers([w for _, w in ring]), strict=True)):
-            layers = costs.layer_bytes[first : first + window]
-            _, on_card = fit_gpu(layers, costs.layer_kv_bytes, room.gpu_bytes)  # whole layers, and nothing else
-            free.append(room.ram_bytes + on_card - costs.fixed_bytes(rank == 0) - costs.range_bytes(first, window))
-        return free
+    def first_shares(self, rooms: list[Room]) -> list[int]:
+        layers, layer = self.shape.layers, max(1, self.costs.upto[-1] // self.shape.layers)
+        spare = [room.total_bytes - self.costs.fixed_bytes(leader=n == 0) for n, room in enumerate(rooms)]
+        if min(spare) <= 0 or len(rooms) > layers:
+            return []
+        cards = [min(self.gpu_room(room), left) // layer for room, left in zip(rooms, spare, strict=True)]
+        if sum(map(max, cards, itertools.repeat(1))) >= layers:  # the cards are enough
+            return largest_remainder(layers, [max(1, card) for card in cards])
+        left = [max(1, have - card * layer) for have, card in zip(spare, cards, strict=True)]
+        rest = layers - sum(cards)
+        extra = largest_remainder(rest + len(rooms), left)
+        windows = [card + more - 1 for card, more in zip(cards, extra, strict=True)]
+        for n, window in enumerate(windows):  # a rank without layers would leave the ring
+            if not window:
+                windows[windows.index(max(windows))] -= 1
+                windows[n] = 1
+        return windows
 
-    def ranks(self, ring: _Ring) -> tuple[RankPlan, ...]:
-        """The finished ranks with GPU layers and reasons."""
-        starts, free = first_layers([window for _, window in ring]), self.free(ring)
-        lead = "leads: set in the TOML" if self.model.leader else "leads: most room of those that can"
+    def cycled(self, lead: Room, others: Sequence[Room]) -> tuple[_Ring, int] | None:
+        """Windows small enough that each node holds the one it computes and the next, which it fetches meanwhile; and
+        how often they go round. Only what cannot be dropped from memory must fit: KV cache and buffers."""
+        rooms = self.ordered(lead, others)
+        for cycles in range(1 if len(rooms) == 1 else 2, MAX_CYCLES + 1):
+            window_sum = -(-self.shape.layers // cycles)
+            able = [
+                room
+                for room in rooms
+                if room is lead or room.total_bytes > self.costs.fixed_bytes(leader=False, cycles=cycles)
+            ][: min(window_sum, MAX_RANKS)]
+            spare = [room.total_bytes - self.costs.fixed_bytes(room is lead, cycles) for room in able]
+            if min(spare) <= 0:
+                return None
+            ring = list(zip(able, largest_remainder(window_sum, spare), strict=True))
+            needs = [
+                sum(self.costs.kv_bytes[n] for start, count in its for n in range(start, start + count))
+                + min(2, cycles) * window * max(self.costs.layer_bytes) * (len(able) > 1)
+                for its, (_, window) in zip(self.pieces(ring), ring, strict=True)
+            ]
+            if all(need <= have for need, have in zip(needs, spare, strict=True)):
+                return ring, cycles
+            if len(able) == 1:
+                return None
+        return None
+
+    def pieces(self, ring: _Ring) -> list[list[tuple[int, int]]]:
+        return segments([window for _, window in ring], self.shape.layers)
+
+    def sizes(self, pieces: Sequence[tuple[int, int]]) -> list[int]:
+        """Weights and KV cache of each of these layers."""
+        costs = self.costs
+        return [costs.upto[n + 1] - costs.upto[n] for start, count in pieces for n in range(start, start + count)]
+
+    def gpu_room(self, room: Room) -> int:
+        """Bytes of a card for whole layers: each engine on it also has its compute buffer there."""
+        return max(0, room.gpu_bytes - self.costs.graph_bytes)
+
+    def free(self, ring: _Ring, cycles: int = 1) -> list[int]:
+        """What each node has left, in bytes; negative: too much. A part of a layer's room on a card is no use."""
         result, costs = [], self.costs
-        for rank, (room, window) in enumerate(ring):
-            layers = costs.layer_bytes[starts[rank] : starts[rank] + window]
-            gpu_layers, gpu_bytes = fit_gpu(layers, costs.layer_kv_bytes, room.gpu_bytes)
-            why = self.workers.get(room.node, "window by usable memory") if rank else lead
+        for rank, ((room, window), pieces) in enumerate(zip(ring, self.pieces(ring), strict=True)):
+            need = sum(costs.upto[start + count] - costs.upto[start] for start, count in pieces)
+            on_card = fit_gpu(self.sizes(pieces), window, self.gpu_room(room))[1] if room.gpu_bytes else 0
+            result.append(room.ram_bytes + on_card - costs.fixed_bytes(rank == 0, cycles) - need)
+        return result
+
+    def ranks(self, ring: _Ring, cycles: int) -> tuple[RankPlan, ...]:
+        """The finished ranks with GPU layers and reasons."""
+        free, costs = self.free(ring, cycles), self.costs
+        lead = "leads: set in the TOML" if self.model.leader else "leads: most room of those that can"
+        if len(ring) == 1 and not self.model.leader:
+            lead = "leads: holds it all"
+        result = []
+        for rank, ((room, window), pieces) in enumerate(zip(ring, self.pieces(ring), strict=True)):
+            layers = [n for start, count in pieces for n in range(start, start + count)]
+            gpu_layers, gpu_bytes = fit_gpu(self.sizes(pieces), window, self.gpu_room(room))
+            why = self.field.workers.get(room.node, "window by usable memory") if rank else lead
             result.append(
                 RankPlan(
                     rank=rank,
                     node=room.node,
                     window=window,
-                    first_layer=starts[rank],
+                    layers=len(layers),
+                    first_layer=layers[0],
                     gpu_layers=gpu_layers,
-                    weights_bytes=sum(layers) + (0 if rank else costs.ends_bytes),
-                    kv_bytes=window * costs.layer_kv_bytes,
-                    buffer_bytes=costs.worker_buffer_bytes if rank else costs.leader_buffer_bytes,
+                    weights_bytes=sum(costs.layer_bytes[n] for n in layers) + (0 if rank else costs.ends_bytes),
+                    kv_bytes=sum(costs.kv_bytes[n] for n in layers),
+                    buffer_bytes=costs.buffer_bytes(rank == 0, cycles),
                     gpu_bytes=gpu_bytes,
-                    free_bytes=free[rank],
-                    threads=room.cores,
+                    paged_bytes=max(0, -free[rank]),
+                    free_bytes=max(0, free[rank]),
+                    threads=self.field.entries[room.node].engine.threads or self.field.facts[room.node].cores,
                     why=f"{why} ({room.note})",
                 )
             )
         return tuple(result)
 
 
-def first_layers(windows: Sequence[int]) -> list[int]:
-    """Each rank's first layer: rank 1 starts the model and the leader ends it (measured on Prima bdf9d8e7)."""
-    return [sum(windows[1:]), *itertools.accumulate(windows[1:-1], initial=0)][: len(windows)]
+def segments(windows: Sequence[int], layers: int) -> list[list[tuple[int, int]]]:
+    """Each rank's pieces of the model as (first layer, how many): rank 1 starts and the leader ends a round, and rounds
+    go on until the layers are used up (measured on Prima bdf9d8e7)."""
+    pieces: list[list[tuple[int, int]]] = [[] for _ in windows]
+    done, turns = 0, itertools.cycle([*range(1, len(windows)), 0])
+    while done < layers:
+        rank = next(turns)
+        count = min(windows[rank], layers - done)
+        pieces[rank].append((done, count))
+        done += count
+    return pieces
 
 
 def largest_remainder(total: int, weights: Sequence[int]) -> list[int]:
@@ -1735,14 +2033,48 @@ def largest_remainder(total: int, weights: Sequence[int]) -> list[int]:
     return [share + 1 for share in shares]
 
 
-def fit_gpu(layers: Sequence[int], kv_bytes: int, room: int) -> tuple[int, int]:
-    """How many of these layers (from the last back, as llama.cpp offloads) fit in `room`, and their bytes."""
+def fit_gpu(sizes: Sequence[int], window: int, room: int) -> tuple[int, int]:
+    """How many layers of each window (from the last back, as Prima offloads) fit in `room`, and their bytes."""
     count = used = 0
-    for size in reversed(layers):
-        if used + size + kv_bytes > room:
+    while count < window:
+        more = sum(sizes[window - 1 - count :: window])
+        if used + more > room:
             break
-        count, used = count + 1, used + size + kv_bytes
+        count, used = count + 1, used + more
     return count, used
+
+
+def _timed(plan: ModelPlan, facts: Mapping[str, NodeFacts]) -> ModelPlan:
+    """The plan with what a token will take, rank by rank, and on one box that held it all."""
+    shape, ranks = plan.shape, []
+    pieces = segments([rank.window for rank in plan.ranks], plan.layers)
+    for rank, its in zip(plan.ranks, pieces, strict=True):
+        here, after = facts[rank.node], facts[plan.ranks[(rank.rank + 1) % plan.world].node]
+        layers = [n for start, count in its for n in range(start, start + count)]
+        gpu = rank.gpu_layers * len(its)
+        seconds = 0.0 if plan.paged_bytes else compute_s(shape, here, rank.threads, layers, gpu, rank.rank == 0)
+        hop_s = HOP_S + hop_ns(here, after, 4 * shape.width) / 1e9 if plan.world > 1 else 0.0
+        ranks.append(replace(rank, compute_s=seconds, hop_s=hop_s))
+    known = all(rank.compute_s or facts[rank.node].engine_kind == "rehearsal" for rank in ranks)
+    total = sum(rank.compute_s for rank in ranks) + plan.cycles * sum(rank.hop_s for rank in ranks)
+    alone = {
+        rank.node: compute_s(shape, facts[rank.node], rank.threads, range(plan.layers), 0, leads=True) for rank in ranks
+    }
+    fastest = min(
+        (node for node, seconds in alone.items() if seconds), key=lambda node: (alone[node], node), default=""
+    )
+    if plan.world == 1:
+        fastest, alone[fastest] = (plan.leader, total) if known and total else ("", 0.0)
+    return replace(
+        plan,
+        ranks=tuple(ranks),
+        token_s=total if known and not plan.paged_bytes else 0.0,
+        alone=fastest,
+        alone_s=alone.get(fastest, 0.0),
+    )
+
+
+# --- all models ----------------------------------------------------------------------------------------
 
 
 def plan_all(
@@ -1752,11 +2084,14 @@ def plan_all(
     already and keep what they have."""
     placed, taken = placed or {}, Counter[str]()
     gpu_taken = Counter[str]()  # not of `placed`: what NVML calls free is already without it
+    field, holders = _look_over(config, facts), dict[str, int]()
     result: dict[str, ModelPlan | PlanError] = {}
 
     def take(plan: ModelPlan) -> None:
         for rank in plan.ranks:
-            taken[rank.node] += rank.weights_bytes + rank.kv_bytes + rank.buffer_bytes - rank.gpu_bytes
+            need = rank.weights_bytes + rank.kv_bytes + rank.buffer_bytes - rank.gpu_bytes - rank.paged_bytes
+            taken[rank.node] += need
+            holders[plan.model] = holders.get(plan.model, 0) + need
 
     for plan in placed.values():
         take(plan)
@@ -1765,16 +2100,49 @@ def plan_all(
             result[model.name] = placed[model.name]
             continue
         try:
-            plan = plan_model(config, model, facts, taken, gpu_taken)
+            plan = _placed(field, model, taken, gpu_taken)
         except PlanError as error:
-            holders = ", ".join(name for name, other in result.items() if isinstance(other, ModelPlan))
-            error.hint += f"; memory is already given to {holders}" if taken and holders else ""
+            given = ", ".join(f"{name} ({format_size(count)})" for name, count in holders.items())
+            error.hint += f"; memory is already given to {given}" if given else ""
             result[model.name] = error
             continue
         result[model.name] = plan
         if model.autostart:
             take(plan)
-            gpu_taken.update({rank.node: rank.gpu_bytes for rank in plan.ranks})
+            graph = model_costs(plan.shape, plan.context).graph_bytes + GPU_BASE_BYTES
+            gpu_taken.update({rank.node: rank.gpu_bytes + graph for rank in plan.ranks if rank.gpu_bytes})
+    return _divide_cores(field, result, placed)
+
+
+def _divide_cores(
+    field: _Field, plans: dict[str, ModelPlan | PlanError], placed: Mapping[str, ModelPlan]
+) -> dict[str, ModelPlan | PlanError]:
+    """Every engine its share of its box: one that waits for its ring spins, so they must not overlap. One that has all
+    on a card needs a single core. A model that is not started with the node gets a share as if it was."""
+    autostart = {model.name for model in field.config.models if model.autostart}
+    machine = {name: node.machine for name, node in field.facts.items()}
+    cpu, card = Counter[str](), Counter[str]()
+    for name, plan in plans.items():
+        for rank in plan.ranks if isinstance(plan, ModelPlan) and (name in autostart or name in placed) else ():
+            (card if rank.gpu_layers == rank.window else cpu)[machine.get(rank.node, "")] += 1
+
+    def threads(rank: RankPlan, counted: bool) -> int:
+        box, all_there = machine[rank.node], field.facts[rank.node].cores
+        if rank.gpu_layers == rank.window:
+            return 1
+        return max(1, (all_there - card[box]) // max(1, cpu[box] + (not counted)))
+
+    result: dict[str, ModelPlan | PlanError] = {}
+    for name, plan in plans.items():
+        if isinstance(plan, ModelPlan) and name not in placed:
+            ranks = [
+                rank
+                if field.entries[rank.node].engine.threads
+                else replace(rank, threads=threads(rank, name in autostart))
+                for rank in plan.ranks
+            ]
+            plan = _timed(replace(plan, ranks=tuple(ranks)), field.facts)
+        result[name] = plan
     return result
 
 
@@ -1832,6 +2200,8 @@ def wire_rank(
         flags |= {"--world": plan.world, "--rank": rank, "--master": "127.0.0.1", "--next": "127.0.0.1"}
         flags |= {"--data-port": data, "--signal-port": signal}
         flags["-lw"] = ",".join(str(other.window) for other in plan.ranks)
+    if plan.cycles > 1:
+        flags["--prefetch"] = None
     args = [str(word) for pair in flags.items() for word in pair if word is not None]
     routes = tuple(
         Route(kind=kind, rank=other.rank, node=other.node, port=base + other.rank)
@@ -6211,7 +6581,7 @@ class RankHost:
         name, box = plan.model, self._box
         model = box.model(name)
         numbered = [rank.rank for rank in plan.ranks] == [*range(plan.world)]
-        layers = sum(rank.window for rank in plan.ranks)
+        layers = sum(rank.layers for rank in plan.ranks)
         if not plan.ranks or not numbered or layers != plan.layers or plan.leader != proposer:
             raise PlanError("the proposed plan contradicts itself", where=f"model {name}")
         if box.stop.is_set() and plan.rank_of(box.name):
@@ -6449,7 +6819,7 @@ class RankHost:
         """This rank for `status`, measured now."""
         usage = run.engine.usage() if run.engine and run.exit_code is None else Usage()
         wires = tuple(view_of(WireView, route, wire.stats, open=wire.stats.connections) for route, wire in run.wires)
-        more = {"node": self._box.name, "layers": run.plan.ranks[run.rank].window, "wires": wires}
+        more = {"node": self._box.name, "layers": run.plan.ranks[run.rank].layers, "wires": wires}
         return view_of(RankView, run, run.plan, run.lease, usage, run.engine, **more)
 
     def _record(self) -> None:
