@@ -354,6 +354,7 @@ class EngineConfig:
     env: dict[str, str] = dataclasses.field(default_factory=dict)
     threads: int = 0
     isolate: str = "auto"
+    share: bool = True
     stall_min_s: float = 10.0  # a ring that is asked, but shows no sign of life, hangs after a time between these two
     stall_max_s: float = 30.0
 
@@ -397,6 +398,7 @@ class ModelConfig:
     layers: dict[str, int] = dataclasses.field(default_factory=dict)  # node -> layer window; {}: planned
     autostart: bool = True
     embeddings: bool = False
+    overcommit: bool = False  # may be read from disk again for every token, where memory is short
     rehearse: RehearseConfig | None = None
 
 
@@ -428,7 +430,9 @@ class Config:
     def hash(self) -> str:
         """16 hex digits over all that the file says, without the secret: equal on boxes that agree."""
         body = to_json(dataclasses.replace(self, file="", folder=""))
-        body["cluster"]["secret"] = body["cluster"]["old_secret_file"] = ""  # else no change box by box
+        body["cluster"]["secret"] = body["cluster"]["secret_file"] = body["cluster"]["old_secret_file"] = (
+            ""  # else no change box by box
+        )
         return digest(body)
 
 
@@ -713,6 +717,7 @@ _FILE = _table({
     "engine": _table({
         "kind": _kind,
         "isolate": _isolate,
+        "share": _flag,
         "stall_min_s": _number(5, 3600, kind=float),
         "stall_max_s": _number(5, 3600, kind=float),
         **_NODE_ENGINE,
@@ -740,6 +745,7 @@ _FILE = _table({
         "layers": _map(_name, _number(1, 4096)),
         "autostart": _flag,
         "embeddings": _flag,
+        "overcommit": _flag,
         "rehearse": lambda value, place: RehearseConfig(**_rehearse(value, place)),
     }, needs=("name", "path")), "a list of tables, [[models]]"),
 })  # fmt: skip
@@ -816,9 +822,10 @@ def _check_models(config: Config, root: _Place) -> None:
 
 
 def _check_ports(config: Config, root: _Place) -> None:
-    """The ports and blocks of each node end before 65536 and do not meet."""
-    hint = f"data and signal take {PORT_BLOCK} ports for each model"
-    block = PORT_BLOCK * max(1, len(config.models))
+    """The ports and blocks of each node end before 65536 and do not meet. Engines that are closed in for sure have
+    ports of their own: there one block is all, and it meets nothing of ours."""
+    hint, closed = f"data and signal take {PORT_BLOCK} ports for each model", config.engine.isolate == "always"
+    block = PORT_BLOCK * (1 if closed else max(1, len(config.models)))
     places = {} if config.nodes else {root.at("ports"): config.ports}
     for n, node in enumerate(config.nodes):
         places[root.at("ports") if node.ports == config.ports else root.at("nodes", n, "ports")] = node.ports
@@ -834,6 +841,8 @@ def _check_ports(config: Config, root: _Place) -> None:
         for pair in itertools.combinations(spans, 2):
             # The one to blame is the one that stands here, not inherited.
             key, other = sorted(pair, key=lambda key: place.at(key).path not in place.report.lines)
+            if closed and len(spans[key]) != len(spans[other]):
+                continue
             if spans[key][0] in spans[other] or spans[other][0] in spans[key]:
                 place.at(key).add(f"{text[key]} meets {other}, {text[other]}", hint)
 
@@ -929,6 +938,10 @@ class ModelShape:
     ff_width: int
     context_train: int
     layer_bytes: tuple[int, ...]  # one entry a layer: the bytes of its own tensors
+    active_bytes: tuple[int, ...] = ()  # of these, what one token reads: not every expert; (): all
+    kv_values: tuple[int, ...] = ()  # one entry a layer: keys and values of one token; (): kv_heads in each
+    experts_used: int = 0  # of each layer; 0: it has none
+    sliding_window: int = 0  # tokens, as the header says; Prima keeps the whole context all the same
     embedding_bytes: int  # token_embd
     output_bytes: int  # output, output_norm and all else that is not in a layer
     tied_output: bool  # no output.weight: the embedding is used again
@@ -945,6 +958,7 @@ class GpuFacts:
     name: str
     total_bytes: int | None = None
     free_bytes: int | None = None
+    bytes_per_s: float = 0.0  # of its memory, from clock and width of the bus; 0: no reading
     note: str = ""
 
 
@@ -955,6 +969,22 @@ class MemoryFacts:
     total_bytes: int
     available_bytes: int  # what a new process could take, without our own engines' share added back
     source: str = "meminfo"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SpeedFacts:
+    """How fast this box reads, measured once; 0: not measured (yet)."""
+
+    memory_bytes_per_s: float = 0.0  # all cores together, from memory
+    core_bytes_per_s: float = 0.0  # one core, from its cache: how fast it computes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LinkFacts:
+    """The way to another node over the mesh, measured at the sizes of the engine's messages."""
+
+    rtt_ns: int  # of a small message
+    bytes_per_s: int  # of large ones
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -1020,7 +1050,10 @@ class NodeFacts:
     engine_kind: str = "prima"
     ports: PortsConfig = PortsConfig()
     own_bytes: int = 0  # memory held by our own engines now: it counts as free
+    speed: SpeedFacts = SpeedFacts()
+    links: dict[str, LinkFacts] = dataclasses.field(default_factory=dict)  # to other nodes, by name
     key: str = ""  # its public key, as [[nodes]] may pin it
+    engine_root: str = ""  # content hash of the engine files that it gives to boxes of the same platform
 
     def binary(self, role: str) -> BinaryFacts:
         """This node's binary for a role; one with a `problem` where there is none."""
@@ -1233,17 +1266,22 @@ def split_parts(name: str) -> tuple[str, ...]:
     return tuple(f"{match[1]}-{number:05}-of-{match[3]}.gguf" for number in range(1, int(match[3]) + 1))
 
 
-def _key_count(header: GgufHeader, key: str, default: int | None = None) -> int:
-    """A key's whole number, the largest where it is an array. Raises GgufError where it is none."""
+def _key_counts(header: GgufHeader, key: str, default: int | None = None) -> tuple[int, ...]:
+    """A key's whole numbers: one, or one a layer. Raises GgufError where it has others, or none."""
     value = header.metadata.get(key, default)
     if value is None:
         raise GgufError(f"key {key[:64]!r} is missing", where=header.name, hint=_WHOLE_MODEL)
     items = value if isinstance(value, tuple) else (value,)
-    whole = [item for item in items if type(item) is int and 0 <= item < 1 << 31]  # a bool is no number
+    whole = tuple(item for item in items if type(item) is int and 0 <= item < 1 << 31)  # a bool is no number
     if not whole or len(whole) < len(items):
         what = f"key {key[:64]!r} must be a whole number, got {value!r:.40}"
         raise GgufError(what, where=header.name, hint=_COPY_AGAIN)
-    return max(whole)
+    return whole
+
+
+def _key_count(header: GgufHeader, key: str, default: int | None = None) -> int:
+    """A key's whole number, the largest where it has one a layer. Raises GgufError where it has none."""
+    return max(_key_counts(header, key, default))
 
 
 def model_shape(headers: Sequence[GgufHeader]) -> ModelShape:
@@ -1261,24 +1299,35 @@ def model_shape(headers: Sequence[GgufHeader]) -> ModelShape:
     def count(key: str, default: int | None = None) -> int:
         return _key_count(first, f"{architecture}.{key}", default)
 
-    layer_bytes = _layer_bytes(first.name, tensors, count("block_count"))
+    layers, experts = count("block_count"), count("expert_count", 0)
+    used = min(experts, count("expert_used_count", experts))
+    layer_bytes, active_bytes = _layer_bytes(first.name, tensors, layers, used / (experts or 1))
     heads, width = count("attention.head_count"), count("embedding_length")
     head_width = width // max(1, heads)
+    key_width, value_width = (count(f"attention.{what}_length", head_width) for what in ("key", "value"))
+    kv_heads = _key_counts(first, f"{architecture}.attention.head_count_kv", heads)
+    if len(kv_heads) not in (1, layers):
+        what = f"key '{architecture}.attention.head_count_kv' has {len(kv_heads)} values for {layers} layers"
+        raise GgufError(what, where=first.name, hint=_COPY_AGAIN)
     by_type: Counter[str] = Counter()
     for tensor in tensors.values():
         by_type[tensor.type] += tensor.bytes
     return ModelShape(
         architecture=_plain_text(architecture),
-        layers=len(layer_bytes),
+        layers=layers,
         width=width,
         vocab=math.prod(embedding.dims[1:]),
         heads=heads,
-        kv_heads=count("attention.head_count_kv", heads),
-        key_width=count("attention.key_length", head_width),
-        value_width=count("attention.value_length", head_width),
+        kv_heads=max(kv_heads),
+        key_width=key_width,
+        value_width=value_width,
         ff_width=count("feed_forward_length"),
         context_train=count("context_length"),
         layer_bytes=layer_bytes,
+        active_bytes=active_bytes,
+        kv_values=tuple(its * (key_width + value_width) for its in kv_heads * (layers // len(kv_heads))),
+        experts_used=used,
+        sliding_window=count("attention.sliding_window", 0),
         embedding_bytes=embedding.bytes,
         output_bytes=by_type.total() - sum(layer_bytes) - embedding.bytes,
         tied_output="output.weight" not in tensors,
@@ -1315,16 +1364,21 @@ def _all_tensors(headers: Sequence[GgufHeader]) -> dict[str, TensorInfo]:
     return tensors
 
 
-def _layer_bytes(where: str, tensors: dict[str, TensorInfo], layers: int) -> tuple[int, ...]:
-    """Bytes of each layer's own tensors. Raises GgufError where a layer has none, or is one too many."""
+def _layer_bytes(
+    where: str, tensors: dict[str, TensorInfo], layers: int, used: float
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Bytes of each layer's own tensors, and what one token reads of them, with this share of the experts.
+    Raises GgufError where a layer has none, or is one too many."""
     sizes: Counter[int] = Counter()
+    active: Counter[int] = Counter()
     for name, tensor in tensors.items():
-        if match := re.match(r"blk\.(\d{1,9})\.", name):
+        if match := re.match(r"blk\.(\d{1,9})\.(ffn_\w+(_exps|\.\d+)\.)?", name):
             sizes[int(match[1])] += tensor.bytes
-    if len(sizes) != layers or max(sizes, default=0) >= layers:
+            active[int(match[1])] += int(tensor.bytes * used) if match[2] else tensor.bytes
+    if not layers or len(sizes) != layers or max(sizes, default=0) >= layers:
         what = f"{layers} layers are announced, there are tensors of {len(sizes)}, up to {max(sizes, default=0)}"
         raise GgufError(what, where=where, hint=_COPY_AGAIN)
-    return tuple(sizes[number] for number in range(layers))
+    return tuple(sizes[number] for number in range(layers)), tuple(active[number] for number in range(layers))
 
 
 # ======================================================================================================
@@ -1332,11 +1386,23 @@ def _layer_bytes(where: str, tensors: dict[str, TensorInfo], layers: int) -> tup
 # ======================================================================================================
 
 HTTP_OFFSET = 32
-ENGINE_BASE_BYTES = 48 * MIB  # an engine before it holds a model: code, threads, vocabulary
 GPU_BASE_BYTES = 512 * MIB  # a CUDA context and its scratch space, on each card
 HEADROOM = 0.05  # of a node's memory, left alone
 CONTEXT_STEP = 32  # llama.cpp rounds a context up to this
 PREFILL_BATCH = 512  # tokens; llama.cpp's default ubatch, what compute buffers are sized for
+MAX_CYCLES = 29  # Prima has 32 schedulers: one a window, and the leader's two ends (bdf9d8e7, src/llama.cpp)
+EXACT_ORDER = 10  # ranks: up to here the order of a ring is the best there is
+
+# What an engine holds beside buffers (measured on bdf9d8e7 over five models): code, threads, tables; strings and
+# indexes of its vocabulary, per token; cells of the KV cache, per token of context.
+ENGINE_BASE_BYTES, VOCAB_TOKEN_BYTES, CONTEXT_CELL_BYTES = 16 * MIB, 512, 128
+
+# How fast it computes: weights a core multiplies while it could scan one byte in its cache; time around each layer; one
+# hop through two engines and forwarders beside the network. Measured on bdf9d8e7 with AVX-512 (2026-12-01, AMD EPYC
+# 9004): eleven quantisations lie within 0.7 and 1.4 of this.
+WEIGHTS_PER_SCANNED_BYTE, LAYER_S, HOP_S = 0.18, 60e-6, 250e-6
+TOKEN_S_PER_VOCAB = 20e-9  # sampling on the leader
+ASSUMED_LINK = LinkFacts(rtt_ns=500_000, bytes_per_s=110_000_000)  # until it is measured: 1 Gbit/s
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -1345,16 +1411,20 @@ class RankPlan:
 
     rank: int
     node: str
-    window: int  # layers
+    window: int  # layers in one go round the ring
+    layers: int = 0  # in all
     first_layer: int
-    gpu_layers: int
+    gpu_layers: int  # of each window
     weights_bytes: int
     kv_bytes: int
     buffer_bytes: int
     gpu_bytes: int  # the part of all these that goes to the card
+    paged_bytes: int = 0  # of the weights, for which there is no memory: read from disk for every token
     free_bytes: int
     threads: int
     why: str
+    compute_s: float = 0.0  # for one token, predicted; 0: not known
+    hop_s: float = 0.0  # from here to the next rank
     copy_bytes: int = 0  # of the model's file, which this node has to fetch first
 
 
@@ -1369,6 +1439,10 @@ class ModelPlan:
     context: int  # tokens over all slots: what the engine is told with -c
     shape: ModelShape
     reason: str
+    cycles: int = 1  # how often a token goes round the ring; more than once: memory is short, weights come from disk
+    token_s: float = 0.0  # predicted for one token, early in a context; 0: not known
+    alone: str = ""  # the node that would be fastest alone, had it the memory; "": not known
+    alone_s: float = 0.0
     root: str = ""  # the content hash that counts; "" while it is not known
     left_out: dict[str, str] = dataclasses.field(default_factory=dict)  # node -> why
 
@@ -1381,6 +1455,11 @@ class ModelPlan:
     def leader(self) -> str:
         """The node of rank 0."""
         return self.ranks[0].node
+
+    @property
+    def paged_bytes(self) -> int:
+        """Weights that no memory holds, over all ranks."""
+        return sum(rank.paged_bytes for rank in self.ranks)
 
     def rank_of(self, node: str) -> RankPlan | None:
         """This node's part, None where it has none."""
@@ -1408,7 +1487,6 @@ class Room:
     ram_bytes: int
     gpu_bytes: int
     note: str
-    cores: int = 1
 
     @property
     def total_bytes(self) -> int:
@@ -1421,37 +1499,50 @@ class Costs:
     """What a model costs in bytes, independent of where it goes."""
 
     layer_bytes: tuple[int, ...]  # weights
-    layer_kv_bytes: int  # KV cache of one layer over the whole context
+    kv_bytes: tuple[int, ...]  # KV cache of each layer over the whole context
+    upto: tuple[int, ...]  # weights and KV cache of all layers before this one
     ends_bytes: int  # embedding and output, held by the leader
-    leader_buffer_bytes: int
-    worker_buffer_bytes: int
+    graph_bytes: int  # compute buffer of one window
+    leader_buffer_bytes: int  # what the leader has beside it, for both ends and the answers
+    base_bytes: int  # an engine before all that, with its scratch space
 
-    def fixed_bytes(self, leader: bool) -> int:
+    def buffer_bytes(self, leader: bool, cycles: int = 1) -> int:
+        """All that a rank holds beside weights and KV cache."""
+        return self.base_bytes + cycles * self.graph_bytes + (self.leader_buffer_bytes if leader else 0)
+
+    def fixed_bytes(self, leader: bool, cycles: int = 1) -> int:
         """What a rank needs before its first layer."""
-        return self.ends_bytes + self.leader_buffer_bytes if leader else self.worker_buffer_bytes
-
-    def range_bytes(self, first: int, count: int) -> int:
-        """Weights and KV cache of `count` layers from `first` on."""
-        return sum(self.layer_bytes[first : first + count]) + count * self.layer_kv_bytes
+        return self.buffer_bytes(leader, cycles) + (self.ends_bytes if leader else 0)
 
     @property
     def total_bytes(self) -> int:
         """All of it on one node."""
-        return self.fixed_bytes(leader=True) + self.range_bytes(0, len(self.layer_bytes))
+        return self.fixed_bytes(leader=True) + self.upto[-1]
 
 
-def model_costs(shape: ModelShape, context: int) -> Costs:
-    """Costs for `context` tokens over all slots. The KV cache is f16, two bytes a value (llama.cpp's default);
-    compute buffers are what its graph keeps at once for a batch of PREFILL_BATCH tokens, in f32."""
-    batch = min(PREFILL_BATCH, context)
-    graph = 4 * batch * (2 * shape.ff_width + 8 * shape.width + context * shape.heads)
-    logits = 4 * batch * shape.vocab
+def model_costs(shape: ModelShape, context: int, slots: int = 1) -> Costs:
+    """Costs for `context` tokens over all slots, as Prima allocates them (bdf9d8e7, src/llama.cpp: build_llama,
+    llama_kv_cache_init, llama_output_reserve; compute buffers to the MiB on five models).
+
+    The KV cache is f16, two bytes a value, for the whole context also in layers with a sliding window. A window's
+    graph keeps the mask and either the scores of all heads and three activations, or both halves of the feed-forward
+    layer (of every used expert) and two. The ends have graphs of their own, and logits for a whole batch."""
+    batch, used = min(PREFILL_BATCH, context), max(1, shape.experts_used)
+    inner, outer = 4 * batch * max(shape.width, shape.heads * shape.key_width), 4 * batch * shape.width
+    forward = 4 * batch * used * max(2 * shape.ff_width, shape.ff_width + shape.width) + 2 * outer
+    scores = 4 * batch * context * shape.heads
+    scratch = 2 * batch * max(context * shape.heads, shape.ff_width * used)  # src1 of a product, as f16 at most
+    values = shape.kv_values or (shape.kv_heads * (shape.key_width + shape.value_width),) * shape.layers
+    kv_bytes = tuple(2 * context * count for count in values)
+    both = [weights + kv for weights, kv in zip(shape.layer_bytes, kv_bytes, strict=True)]
     return Costs(
         layer_bytes=shape.layer_bytes,
-        layer_kv_bytes=2 * context * shape.kv_heads * (shape.key_width + shape.value_width),
+        kv_bytes=kv_bytes,
+        upto=tuple(itertools.accumulate(both, initial=0)),
         ends_bytes=shape.embedding_bytes + shape.output_bytes,
-        leader_buffer_bytes=ENGINE_BASE_BYTES + graph + logits,
-        worker_buffer_bytes=ENGINE_BASE_BYTES + graph,
+        graph_bytes=4 * batch * context + max(scores + 3 * inner, forward) + 64 * KIB,
+        leader_buffer_bytes=4 * (batch + slots) * shape.vocab + 3 * outer,
+        base_bytes=ENGINE_BASE_BYTES + scratch + VOCAB_TOKEN_BYTES * shape.vocab + CONTEXT_CELL_BYTES * context,
     )
 
 
@@ -1481,16 +1572,16 @@ def rehearsed_shape(rehearse: RehearseConfig, name: str) -> ModelShape:
     )
 
 
-def node_room(config: Config, facts: NodeFacts, taken: int, sharers: int, gpu_taken: int = 0) -> Room:
-    """What this node may spend. The rehearsal holds no weights, so there a cap counts as given.
+# --- what the nodes have -------------------------------------------------------------------------------
 
-    `sharers`: how many engines divide this box's cores; one that waits for its ring spins, so they must not overlap."""
-    node = config.node(facts.name)
+
+def node_room(node: NodeConfig, facts: NodeFacts, taken: int = 0, gpu_taken: int = 0) -> Room:
+    """What this node may spend. The rehearsal holds no weights, so there a cap counts as given."""
     measured = facts.memory.available_bytes + facts.own_bytes
     cap = node.memory_bytes
     if cap is None:
         ram, note = measured, f"{format_size(measured)} available"
-    elif config.engine.kind == "rehearsal" or cap <= measured:
+    elif facts.engine_kind == "rehearsal" or cap <= measured:
         ram, note = cap, f"capped at {format_size(cap)}"
     else:
         ram, note = measured, f"{format_size(measured)} available, below its cap of {format_size(cap)}"
@@ -1498,12 +1589,10 @@ def node_room(config: Config, facts: NodeFacts, taken: int, sharers: int, gpu_ta
     gpu = sum(max(0, int(free * (1 - HEADROOM)) - GPU_BASE_BYTES) for free in cards)
     if node.gpu_memory_bytes is not None:
         gpu = min(gpu, node.gpu_memory_bytes)
-    gpu = max(0, gpu - gpu_taken)
-    ram = max(0, int(ram * (1 - HEADROOM)) - taken)
     if taken:
         note += f", {format_size(taken)} of it for other models"
-    threads = node.engine.threads or max(1, facts.cores // max(1, sharers))
-    return Room(node=facts.name, ram_bytes=ram, gpu_bytes=gpu, note=note, cores=threads)
+    ram = max(0, int(ram * (1 - HEADROOM)) - taken)
+    return Room(node=facts.name, ram_bytes=ram, gpu_bytes=max(0, gpu - gpu_taken), note=note)
 
 
 def _binary_problem(facts: NodeFacts, role: str) -> str:
@@ -1511,25 +1600,61 @@ def _binary_problem(facts: NodeFacts, role: str) -> str:
     return f"cannot {'lead' if role == 'leader' else 'work'}: {problem}" if problem else ""
 
 
-def to_fetch(config: Config, model: ModelConfig, facts: NodeFacts, wanted: ModelFacts) -> int:
-    """Bytes of the model's file that this node has to fetch first; 0 where it has it, needs none or cannot."""
-    here, rehearsed = facts.model(model.name), config.engine.kind == "rehearsal" and model.rehearse is not None
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Field:
+    """All nodes, looked through once for every model: what does not depend on the model."""
+
+    config: Config
+    facts: dict[str, NodeFacts]  # by name, in its order
+    entries: dict[str, NodeConfig]
+    copies: dict[str, dict[str, ModelFacts]]  # node -> model -> its copy
+    workers: dict[str, str]  # node -> why it cannot lead
+    broken: dict[str, str]  # node -> why it can do nothing
+
+    def copy(self, node: str, model: str) -> ModelFacts:
+        """This node's copy of a model; one with a `problem` where there is none."""
+        return self.copies[node].get(model) or self.facts[node].model(model)
+
+
+def _look_over(config: Config, facts: Sequence[NodeFacts]) -> _Field:
+    declared = {node.name: node for node in config.nodes}
+    by_name = {node.name: node for node in sorted(facts, key=lambda node: node.name)}
+    default = NodeConfig(name="", engine=config.engine, ports=config.ports)
+    broken, workers = {}, {}
+    for name, node in by_name.items():
+        leader, worker = _binary_problem(node, "leader"), _binary_problem(node, "worker")
+        if leader:
+            workers[name] = leader
+        if node.engine_kind != config.engine.kind:
+            broken[name] = f"runs engine kind {node.engine_kind!r}, this box wants {config.engine.kind!r}"
+        elif leader and worker:
+            broken[name] = worker
+    return _Field(
+        config=config,
+        facts=by_name,
+        entries={name: declared.get(name, default) for name in by_name},
+        copies={name: {copy.name: copy for copy in node.models} for name, node in by_name.items()},
+        workers=workers,
+        broken=broken,
+    )
+
+
+def to_fetch(config: Config, model: ModelConfig, here: ModelFacts, wanted: ModelFacts) -> int:
+    """Bytes of the model's file that a node with this copy has to fetch first; 0 where it needs none or cannot."""
+    rehearsed = config.engine.kind == "rehearsal" and model.rehearse is not None
     fits = here.problem and config.cluster.copy_models and 0 < wanted.size_bytes <= here.room_bytes
     return wanted.size_bytes if fits and not rehearsed else 0
 
 
-def node_problem(config: Config, model: ModelConfig, facts: NodeFacts, wanted: ModelFacts) -> str:
+def _node_problem(field: _Field, model: ModelConfig, name: str, wanted: ModelFacts) -> str:
     """Why this node cannot hold any part of the model, "" when it can. `wanted`: the copy that counts."""
     for key, allowed in (("nodes", model.nodes), ("layers", model.layers)):
-        if allowed and facts.name not in allowed:
+        if allowed and name not in allowed:
             return f"not in the model's `{key}`"
-    if facts.engine_kind != config.engine.kind:
-        return f"runs engine kind {facts.engine_kind!r}, this box wants {config.engine.kind!r}"
-    worker, leader = _binary_problem(facts, "worker"), _binary_problem(facts, "leader")
-    if worker and leader:
-        return worker
-    copy = facts.model(model.name)
-    if to_fetch(config, model, facts, wanted):
+    if name in field.broken:
+        return field.broken[name]
+    config, copy = field.config, field.copy(name, model.name)
+    if to_fetch(config, model, copy, wanted):
         return ""
     if copy.problem and not (config.engine.kind == "rehearsal" and model.rehearse and not copy.path):
         needs, free = format_size(wanted.size_bytes), format_size(copy.room_bytes)
@@ -1540,13 +1665,13 @@ def node_problem(config: Config, model: ModelConfig, facts: NodeFacts, wanted: M
     return ""
 
 
-def copy_that_counts(config: Config, model: ModelConfig, facts: Sequence[NodeFacts]) -> ModelFacts:
+def _copy_that_counts(field: _Field, model: ModelConfig) -> ModelFacts:
     """The content that every rank must have: the leader's where the TOML names one, else that of most nodes that hold
     the model (ties: lowest hash). One that contradicts the TOML's `sha256` is no copy at all. Nodes that may not hold
     a rank count only if no other has it. Raises PlanError where no node has it, or where some would have to fetch it
     and those who have it disagree."""
-    allowed = model.nodes or tuple(model.layers) or [node.name for node in facts]
-    copies = {node.name: node.model(model.name) for node in facts}
+    config, allowed = field.config, dict.fromkeys(model.nodes or tuple(model.layers) or field.facts)
+    copies = {name: field.copy(name, model.name) for name in field.facts}
     whole = {name: copy for name, copy in copies.items() if copy.shape is not None and not copy.problem}
     whole = {name: copy for name, copy in whole.items() if name in allowed} or (
         whole if config.cluster.copy_models else {}
@@ -1556,16 +1681,16 @@ def copy_that_counts(config: Config, model: ModelConfig, facts: Sequence[NodeFac
             return ModelFacts(name=model.name, shape=rehearsed_shape(model.rehearse, model.name))
         found = "; ".join(f"{name}: {copies[name].problem or 'not there'}" for name in copies if name in allowed)
         hint = "copy the file to one box, under the TOML's folder or one of model_dirs"
-        raise _plan_error(model, f"no node has a whole copy of {model.path} ({found})", hint)
+        raise _plan_error(model, f"no node has a whole copy of {model.path} ({found:.4000})", hint)
     votes = Counter(copy.root for copy in whole.values() if copy.root)
     root = min(votes, key=lambda value: (-votes[value], value), default="")
     if model.leader in whole and whole[model.leader].root:
         root = whole[model.leader].root
     wanted = next((copy for copy in whole.values() if copy.root == root), next(iter(whole.values())))
-    takers = [node for node in facts if node.name in allowed and to_fetch(config, model, node, wanted)]
+    takers = [name for name, copy in copies.items() if name in allowed and to_fetch(config, model, copy, wanted)]
     if len(votes) > 1 and takers and not model.sha256 and model.leader not in whole:
         held = ", ".join(f"{name} has {copy.root[:8]}" for name, copy in whole.items() if copy.root)
-        what = f"{takers[0].name} has to fetch {model.path}, but the copies differ: {held}"
+        what = f"{takers[0]} has to fetch {model.path}, but the copies differ: {held}"
         raise _plan_error(model, what, "say which one is right: `sha256` of the model, as sha256sum prints it")
     return wanted
 
@@ -1580,6 +1705,79 @@ def coarse(count: int) -> int:
     return count >> shift << shift
 
 
+# --- how fast it would be ------------------------------------------------------------------------------
+
+
+def compute_s(shape: ModelShape, facts: NodeFacts, threads: int, layers: Sequence[int], gpu: int, leads: bool) -> float:
+    """Seconds that this node computes for one token of which it holds these layers, the last `gpu` on its card;
+    0 where its speed is not known, or nothing is computed (rehearsal).
+
+    What a token reads is weights; early in a context the KV cache adds little. A core is bound by its arithmetic, all
+    of them together by the memory."""
+    active = shape.active_bytes or shape.layer_bytes
+    on_card = sum(active[n] for n in layers[len(layers) - gpu :])
+    ends = (shape.embedding_bytes if shape.tied_output else shape.output_bytes) if leads else 0
+    in_memory = sum(active[n] for n in layers) - on_card + ends
+    _, block, block_bytes = next((kind for kind in GGML_TYPES.values() if kind[0] == shape.quantisation), ("", 1, 1))
+    card = min((gpu.bytes_per_s for gpu in facts.gpus if gpu.bytes_per_s), default=0.0)
+    speed = facts.speed
+    if facts.engine_kind == "rehearsal" or not speed.memory_bytes_per_s or (on_card and not card):
+        return 0.0
+    weights = in_memory * block / block_bytes
+    busy = weights / (threads * speed.core_bytes_per_s * WEIGHTS_PER_SCANNED_BYTE)
+    seconds = max(busy, in_memory / speed.memory_bytes_per_s) + len(layers) * LAYER_S
+    return seconds + (on_card / card if on_card else 0.0) + (shape.vocab * TOKEN_S_PER_VOCAB if leads else 0.0)
+
+
+def hop_ns(one: NodeFacts, other: NodeFacts, message_bytes: int) -> int:
+    """Nanoseconds of one message over the network, one way; the same in both directions."""
+    seen = [link for link in (one.links.get(other.name), other.links.get(one.name)) if link] or [ASSUMED_LINK]
+    return min(link.rtt_ns // 2 + message_bytes * 10**9 // max(1, link.bytes_per_s) for link in seen)
+
+
+def ring_order(costs: Sequence[Sequence[int]]) -> list[int]:
+    """The cheapest way round all places from 0, as their numbers; exact for EXACT_ORDER, else the nearest next and
+    then turned pieces. Of equal ways the one with the lowest numbers first. `costs`: symmetric, integers."""
+    count = len(costs)
+    if count <= 3:
+        return list(range(count))
+    if count > EXACT_ORDER:
+        return _good_order(costs)
+    best: dict[tuple[int, int], tuple[int, tuple[int, ...]]] = {
+        (1 << n, n): (costs[0][n], (n,)) for n in range(1, count)
+    }
+    for _ in range(count - 2):
+        further: dict[tuple[int, int], tuple[int, tuple[int, ...]]] = {}
+        for (seen, last), (cost, way) in best.items():
+            for n in range(1, count):
+                if not seen >> n & 1:
+                    key, offer = (seen | 1 << n, n), (cost + costs[last][n], (*way, n))
+                    if key not in further or offer < further[key]:
+                        further[key] = offer
+        best = further
+    _, way = min((cost + costs[last][0], way) for (_, last), (cost, way) in best.items())
+    return [0, *way]
+
+
+def _good_order(costs: Sequence[Sequence[int]]) -> list[int]:
+    way, left = [0], set(range(1, len(costs)))
+    while left:
+        way.append(min(left, key=lambda n: (costs[way[-1]][n], n)))
+        left.remove(way[-1])
+    size, better = len(way), True
+    while better:
+        better = False
+        for i, j in itertools.combinations(range(1, size), 2):
+            a, b, c, d = way[i - 1], way[i], way[j], way[(j + 1) % size]
+            if costs[a][c] + costs[b][d] < costs[a][b] + costs[c][d]:
+                way[i : j + 1] = reversed(way[i : j + 1])
+                better = True
+    return way
+
+
+# --- one model -----------------------------------------------------------------------------------------
+
+
 def plan_model(
     config: Config,
     model: ModelConfig,
@@ -1589,45 +1787,51 @@ def plan_model(
 ) -> ModelPlan:
     """The plan for one model on these nodes. `taken`: bytes of memory, `gpu_taken`: of cards, that models placed before
     use, by node. Raises PlanError saying what is missing, and by how much."""
-    facts = sorted(facts, key=lambda node: node.name)
-    wanted_copy = copy_that_counts(config, model, facts)
-    shape = typing.cast(ModelShape, wanted_copy.shape)
+    return _timed(_placed(_look_over(config, facts), model, taken, gpu_taken), {node.name: node for node in facts})
+
+
+def _placed(field: _Field, model: ModelConfig, taken: Mapping[str, int], gpu_taken: Mapping[str, int]) -> ModelPlan:
+    wanted = _copy_that_counts(field, model)
+    shape = typing.cast(ModelShape, wanted.shape)
     context = model.slots * (-(-model.context // CONTEXT_STEP) * CONTEXT_STEP)
-    wanted = max(1, sum(other.autostart for other in config.models))
-    machines = Counter(node.machine for node in facts)
-    problems = {node.name: node_problem(config, model, node, wanted_copy) for node in facts}
-    copies = {node.name: to_fetch(config, model, node, wanted_copy) for node in facts}
-    left_out = {name: problem for name, problem in problems.items() if problem}
-    rooms = [
-        node_room(config, node, taken.get(node.name, 0), wanted * machines[node.machine], gpu_taken.get(node.name, 0))
-        for node in facts
-        if not problems[node.name]
-    ]
-    rooms.sort(key=lambda room: (copies[room.node] > 0, -coarse(room.total_bytes), room.node))  # who has it goes first
-    workers = {node.name: problem for node in facts if (problem := _binary_problem(node, "leader"))}
-    leaders = [room for room in rooms if room.node not in workers and model.leader in ("", room.node)]
-    if not leaders and model.leader:
-        what = f"its leader {model.leader} is {(workers | left_out).get(model.leader, 'not reachable')}"
-        raise _plan_error(model, what, "mend or start that box, or leave out `leader`")
-    if not leaders:
-        what = "no node can lead: " + "; ".join(f"{k}: {v}" for k, v in (workers | left_out).items())
-        raise _plan_error(model, what, "one box needs llama-server in [engine] path")
+    costs = model_costs(shape, context, model.slots)
+    least = costs.fixed_bytes(leader=False) + min(costs.layer_bytes) + min(costs.kv_bytes)
+    left_out, rooms = {}, []
+    for name, node in field.facts.items():
+        if problem := _node_problem(field, model, name, wanted):
+            left_out[name] = problem
+        else:
+            rooms.append(node_room(field.entries[name], node, taken.get(name, 0), gpu_taken.get(name, 0)))
+    small = [room for room in rooms if room.total_bytes < least]
+    if len(small) < len(rooms) and not model.layers:  # one that could hold nothing stands in nobody's way
+        part = format_size(least)
+        for room in small:
+            free = format_size(room.total_bytes)
+            left_out[room.node] = f"no room: {free} free here, the least part takes {part}"
+        rooms = [room for room in rooms if room.total_bytes >= least]
+    fetch = {room.node: to_fetch(field.config, model, field.copy(room.node, model.name), wanted) for room in rooms}
+    rooms.sort(key=lambda room: (fetch[room.node] > 0, -coarse(room.total_bytes), room.node))  # who has it goes first
     draft = _Draft(
-        model=model, costs=model_costs(shape, context), rooms=rooms, leaders=leaders, left_out=left_out, workers=workers
+        field=field, model=model, shape=shape, costs=costs, context=context, rooms=rooms, left_out=left_out, fetch=fetch
     )
-    ring, reason = draft.by_hand() if model.layers else draft.single() or draft.ring()
-    taking_part = {room.node for room, _ in ring}
-    spare = {room.node: "not needed: fewer ranks are faster" for room in rooms if room.node not in taking_part}
+    ring, cycles, reason = draft.by_hand() if model.layers else draft.single() or draft.ring()
+    used = {room.node for room, _ in ring}
+    left_out |= {
+        room.node: f"not needed: fewer ranks are faster ({format_size(room.total_bytes)} free here)"
+        for room in rooms
+        if room.node not in used
+    }
     return ModelPlan(
         model=model.name,
-        block=config.models.index(model),
+        block=field.config.models.index(model),
         layers=shape.layers,
         shape=shape,
         context=context,
         reason=reason,
-        root=wanted_copy.root,
-        left_out=left_out | spare,
-        ranks=tuple(replace(rank, copy_bytes=copies[rank.node]) for rank in draft.ranks(ring)),
+        cycles=cycles,
+        root=wanted.root,
+        left_out=left_out,
+        ranks=tuple(replace(rank, copy_bytes=fetch.get(rank.node, 0)) for rank in draft.ranks(ring, cycles)),
     )
 
 
@@ -1638,28 +1842,50 @@ _Ring = list[tuple[Room, int]]  # each rank's node and layer window, the leader 
 class _Draft:
     """One model's way to a plan: rooms are sorted, the roomiest first."""
 
+    field: _Field
     model: ModelConfig
+    shape: ModelShape
     costs: Costs
+    context: int
     rooms: list[Room]
-    leaders: list[Room]
     left_out: dict[str, str]
-    workers: dict[str, str]  # node -> why it cannot lead
+    fetch: dict[str, int]  # node -> bytes of the file that it has to fetch first
 
-    def single(self) -> tuple[_Ring, str] | None:
-        """One node that can lead, when it all fits there."""
-        need, layers = format_size(self.costs.total_bytes), len(self.costs.layer_bytes)
-        for room in self.leaders:
-            if self.free([(room, layers)])[0] >= 0:
-                fits = f"fits on {room.node} alone ({need} of {format_size(room.total_bytes)})"
-                return [(room, layers)], f"{fits}: not worth splitting, a ring would be slower"
-        return None
+    def leaders(self) -> list[Room]:
+        """Who can lead, the roomiest first. Raises PlanError where nobody can."""
+        model, workers, wanted = self.model, self.field.workers, self.model.leader
+        found = [room for room in self.rooms if room.node not in workers and wanted in ("", room.node)]
+        if not found and wanted:
+            what = f"its leader {wanted} is {(workers | self.left_out).get(wanted, 'not reachable')}"
+            raise _plan_error(model, what, "mend or start that box, or leave out `leader`")
+        if not found:
+            reasons = "; ".join(f"{node}: {why}" for node, why in [*(workers | self.left_out).items()][:MAX_RANKS])
+            raise _plan_error(model, f"no node can lead: {reasons}", "one box needs llama-server in [engine] path")
+        return found
 
-    def by_hand(self) -> tuple[_Ring, str]:
+    def single(self) -> tuple[_Ring, int, str] | None:
+        """One node that can lead, when it all fits there: the fastest as far as is known, else the roomiest."""
+        layers = self.shape.layers
+        fitting = [room for room in self.leaders() if self.free([(room, layers)])[0] >= 0]
+        if not fitting:
+            return None
+
+        def slowness(room: Room) -> tuple[bool, float]:
+            facts = self.field.facts[room.node]
+            gpu = fit_gpu(self.sizes([(0, layers)]), layers, self.gpu_room(room))[0]
+            seconds = compute_s(self.shape, facts, facts.cores, range(layers), gpu, leads=True)
+            return self.fetch[room.node] > 0, coarse(int(seconds * 1e9)) if seconds else math.inf
+
+        room = min(fitting, key=slowness)
+        need = format_size(self.costs.total_bytes)
+        fits = f"fits on {room.node} alone ({need} of {format_size(room.total_bytes)})"
+        return [(room, layers)], 1, f"{fits}: not worth splitting, a ring would be slower"
+
+    def by_hand(self) -> tuple[_Ring, int, str]:
         """The windows that the TOML sets, checked."""
-        windows, layers = self.model.layers, len(self.costs.layer_bytes)
-        rooms = [room for room in self.rooms if room.node in windows]
-        lead = next((room for room in self.leaders if room in rooms), None)
-        missing = [node for node in windows if node not in [room.node for room in rooms]]
+        windows, layers = self.model.layers, self.shape.layers
+        there = [room.node for room in self.rooms]
+        missing = [node for node in windows if node not in there]
         if missing:
             reasons = ", ".join(f"{node} ({self.left_out.get(node, 'not reachable')})" for node in missing)
             what = f"`layers` names nodes that cannot take part: {reasons}"
@@ -1667,45 +1893,54 @@ class _Draft:
         if sum(windows.values()) != layers:
             what = f"`layers` adds up to {sum(windows.values())}, the model has {layers}"
             raise _plan_error(self.model, what, "give every layer to one node")
-        if lead is None:
-            raise _plan_error(self.model, "no node in `layers` can lead", "one of them needs llama-server")
-        rooms.sort(key=lambda room: room is not lead)
-        ring = [(room, windows[room.node]) for room in rooms]
-        free = dict(zip([room.node for room in rooms], self.free(ring), strict=True))
-        short = [f"{node} is short by {format_size(-left)}" for node, left in free.items() if left < 0]
+        ring = [(room, windows[room.node]) for room in self.ordered(self.leaders()[0], self.rooms)]
+        free = zip([room.node for room, _ in ring], self.free(ring), strict=True)
+        short = [f"{node} is short by {format_size(-left)}" for node, left in free if left < 0]
         if short:
             what = f"`layers` by hand do not fit: {', '.join(short)}"
             raise _plan_error(self.model, what, "move layers to a node with room")
-        return ring, "windows set by hand in `layers`"
+        return ring, 1, "windows set by hand in `layers`"
 
-    def ring(self) -> tuple[_Ring, str]:
-        """The fewest nodes that hold it, the roomiest leading; windows by usable memory."""
-        lead, need = self.leaders[0], self.costs.total_bytes
-        others = sorted((room for room in self.rooms if room is not lead), key=lambda room: -room.total_bytes)
-        for count in range(2, min(1 + len(others), MAX_RANKS) + 1):
-            ring = self.shared([lead, *others[: count - 1]])
+    def ring(self) -> tuple[_Ring, int, str]:
+        """The fewest nodes that hold it, the roomiest leading; cards are filled first, then memory by its size."""
+        lead, need = self.leaders()[0], self.costs.total_bytes
+        others = [room for room in self.rooms if room is not lead]
+        others.sort(key=lambda room: (-room.total_bytes, room.node))
+        most = min(1 + len(others), MAX_RANKS, self.shape.layers)
+        for count in range(2, most + 1):
+            ring = self.shared(self.ordered(lead, others[: count - 1]))
             if ring:
                 alone = f"any one node that can lead ({lead.node} has {format_size(lead.total_bytes)})"
-                return ring, f"{format_size(need)} is too much for {alone}: {count} nodes share it"
-        rooms = self.rooms[:MAX_RANKS]
-        need += (len(rooms) - 1) * self.costs.worker_buffer_bytes
+                return ring, 1, f"{format_size(need)} is too much for {alone}: {count} nodes share it"
+        rooms = [lead, *others][:most]
+        need += (len(rooms) - 1) * self.costs.fixed_bytes(leader=False)
         have = sum(room.total_bytes for room in rooms)
-        listing = ", ".join(f"{room.node} {format_size(room.total_bytes)}" for room in rooms)
         short = f"short by {format_size(need - have)}"
         if need <= have:
             short = f"but not in pieces that hold whole layers of {format_size(max(self.costs.layer_bytes))}"
+        if self.model.overcommit and (found := self.cycled(lead, others[: most - 1])):
+            ring, cycles = found
+            return ring, cycles, f"memory is short ({short}): weights are read from disk again for every token"
+        listing = ", ".join(f"{room.node} {format_size(room.total_bytes)}" for room in rooms)
         what = f"too big for the nodes there are: needs {format_size(need)}, they have {format_size(have)}"
-        hint = "add a box, a smaller quantisation or a shorter context"
+        hint = "add a box, a smaller quantisation or a shorter context, or (slow, from disk) set `overcommit = true`"
         raise _plan_error(self.model, f"{what} ({listing}); {short}", hint)
 
+    def ordered(self, lead: Room, rooms: Sequence[Room]) -> list[Room]:
+        """The leader, then the others so that a token is soonest round."""
+        ring = [lead, *(room for room in rooms if room is not lead)]
+        facts = [self.field.facts[room.node] for room in ring]
+        if not any(node.links for node in facts):
+            return ring
+        message = 4 * self.shape.width
+        return [ring[n] for n in ring_order([[hop_ns(one, other, message) for other in facts] for one in facts])]
+
     def shared(self, rooms: list[Room]) -> _Ring | None:
-        """Layers for each node in proportion to its room, at least one each; None when they cannot hold them."""
-        layers = len(self.costs.layer_bytes)
-        spare = [room.total_bytes - self.costs.fixed_bytes(leader=n == 0) for n, room in enumerate(rooms)]
-        if min(spare) <= 0 or len(rooms) > layers:
-            return None
-        windows = largest_remainder(layers, spare)
-        for _ in range(layers):  # layers differ in size: move one at a time from over to under
+        """Layers for each node, at least one each: first what cards hold, the rest in proportion to what is free
+        then; None when they cannot hold them."""
+        layers = self.shape.layers
+        windows = self.first_shares(rooms)
+        for _ in range(layers if windows else 0):  # layers differ in size: move one at a time from over to under
             ring = list(zip(rooms, windows, strict=True))
             free = self.free(ring)
             worst, best = free.index(min(free)), free.index(max(free))
@@ -1717,46 +1952,114 @@ class _Draft:
             windows[best] += 1
         return None
 
-    def free(self, ring: _Ring) -> list[int]:
-        """What each node has left, in bytes; negative: too much."""
-        costs, free = self.costs, []
-        for rank, ((room, window), first) in enumerate(zip(ring, first_layers([w for _, w in ring]), strict=True)):
-            layers = costs.layer_bytes[first : first + window]
-            _, on_card = fit_gpu(layers, costs.layer_kv_bytes, room.gpu_bytes)  # whole layers, and nothing else
-            free.append(room.ram_bytes + on_card - costs.fixed_bytes(rank == 0) - costs.range_bytes(first, window))
-        return free
+    def first_shares(self, rooms: list[Room]) -> list[int]:
+        layers, layer = self.shape.layers, max(1, self.costs.upto[-1] // self.shape.layers)
+        spare = [room.total_bytes - self.costs.fixed_bytes(leader=n == 0) for n, room in enumerate(rooms)]
+        if min(spare) <= 0 or len(rooms) > layers:
+            return []
+        cards = [min(self.gpu_room(room), left) // layer for room, left in zip(rooms, spare, strict=True)]
+        if sum(map(max, cards, itertools.repeat(1))) >= layers:  # the cards are enough
+            return largest_remainder(layers, [max(1, card) for card in cards])
+        left = [max(1, have - card * layer) for have, card in zip(spare, cards, strict=True)]
+        rest = layers - sum(cards)
+        extra = largest_remainder(rest + len(rooms), left)
+        windows = [card + more - 1 for card, more in zip(cards, extra, strict=True)]
+        for n, window in enumerate(windows):  # a rank without layers would leave the ring
+            if not window:
+                windows[windows.index(max(windows))] -= 1
+                windows[n] = 1
+        return windows
 
-    def ranks(self, ring: _Ring) -> tuple[RankPlan, ...]:
-        """The finished ranks with GPU layers and reasons."""
-        starts, free = first_layers([window for _, window in ring]), self.free(ring)
-        lead = "leads: set in the TOML" if self.model.leader else "leads: most room of those that can"
+    def cycled(self, lead: Room, others: Sequence[Room]) -> tuple[_Ring, int] | None:
+        """Windows small enough that each node holds the one it computes and the next, which it fetches meanwhile; and
+        how often they go round. Only what cannot be dropped from memory must fit: KV cache and buffers."""
+        rooms = self.ordered(lead, others)
+        for cycles in range(1 if len(rooms) == 1 else 2, MAX_CYCLES + 1):
+            window_sum = -(-self.shape.layers // cycles)
+            able = [
+                room
+                for room in rooms
+                if room is lead or room.total_bytes > self.costs.fixed_bytes(leader=False, cycles=cycles)
+            ][: min(window_sum, MAX_RANKS)]
+            spare = [room.total_bytes - self.costs.fixed_bytes(room is lead, cycles) for room in able]
+            if min(spare) <= 0:
+                return None
+            ring = list(zip(able, largest_remainder(window_sum, spare), strict=True))
+            needs = [
+                sum(self.costs.kv_bytes[n] for start, count in its for n in range(start, start + count))
+                + min(2, cycles) * window * max(self.costs.layer_bytes) * (len(able) > 1)
+                for its, (_, window) in zip(self.pieces(ring), ring, strict=True)
+            ]
+            if all(need <= have for need, have in zip(needs, spare, strict=True)):
+                return ring, cycles
+            if len(able) == 1:
+                return None
+        return None
+
+    def pieces(self, ring: _Ring) -> list[list[tuple[int, int]]]:
+        return segments([window for _, window in ring], self.shape.layers)
+
+    def sizes(self, pieces: Sequence[tuple[int, int]]) -> list[int]:
+        """Weights and KV cache of each of these layers."""
+        costs = self.costs
+        return [costs.upto[n + 1] - costs.upto[n] for start, count in pieces for n in range(start, start + count)]
+
+    def gpu_room(self, room: Room) -> int:
+        """Bytes of a card for whole layers: each engine on it also has its compute buffer there."""
+        return max(0, room.gpu_bytes - self.costs.graph_bytes)
+
+    def free(self, ring: _Ring, cycles: int = 1) -> list[int]:
+        """What each node has left, in bytes; negative: too much. A part of a layer's room on a card is no use."""
         result, costs = [], self.costs
-        for rank, (room, window) in enumerate(ring):
-            layers = costs.layer_bytes[starts[rank] : starts[rank] + window]
-            gpu_layers, gpu_bytes = fit_gpu(layers, costs.layer_kv_bytes, room.gpu_bytes)
-            why = self.workers.get(room.node, "window by usable memory") if rank else lead
+        for rank, ((room, window), pieces) in enumerate(zip(ring, self.pieces(ring), strict=True)):
+            need = sum(costs.upto[start + count] - costs.upto[start] for start, count in pieces)
+            on_card = fit_gpu(self.sizes(pieces), window, self.gpu_room(room))[1] if room.gpu_bytes else 0
+            result.append(room.ram_bytes + on_card - costs.fixed_bytes(rank == 0, cycles) - need)
+        return result
+
+    def ranks(self, ring: _Ring, cycles: int) -> tuple[RankPlan, ...]:
+        """The finished ranks with GPU layers and reasons."""
+        free, costs = self.free(ring, cycles), self.costs
+        lead = "leads: set in the TOML" if self.model.leader else "leads: most room of those that can"
+        if len(ring) == 1 and not self.model.leader:
+            lead = "leads: holds it all"
+        result = []
+        for rank, ((room, window), pieces) in enumerate(zip(ring, self.pieces(ring), strict=True)):
+            layers = [n for start, count in pieces for n in range(start, start + count)]
+            gpu_layers, gpu_bytes = fit_gpu(self.sizes(pieces), window, self.gpu_room(room))
+            why = self.field.workers.get(room.node, "window by usable memory") if rank else lead
             result.append(
                 RankPlan(
                     rank=rank,
                     node=room.node,
                     window=window,
-                    first_layer=starts[rank],
+                    layers=len(layers),
+                    first_layer=layers[0],
                     gpu_layers=gpu_layers,
-                    weights_bytes=sum(layers) + (0 if rank else costs.ends_bytes),
-                    kv_bytes=window * costs.layer_kv_bytes,
-                    buffer_bytes=costs.worker_buffer_bytes if rank else costs.leader_buffer_bytes,
+                    weights_bytes=sum(costs.layer_bytes[n] for n in layers) + (0 if rank else costs.ends_bytes),
+                    kv_bytes=sum(costs.kv_bytes[n] for n in layers),
+                    buffer_bytes=costs.buffer_bytes(rank == 0, cycles),
                     gpu_bytes=gpu_bytes,
-                    free_bytes=free[rank],
-                    threads=room.cores,
+                    paged_bytes=max(0, -free[rank]),
+                    free_bytes=max(0, free[rank]),
+                    threads=self.field.entries[room.node].engine.threads or self.field.facts[room.node].cores,
                     why=f"{why} ({room.note})",
                 )
             )
         return tuple(result)
 
 
-def first_layers(windows: Sequence[int]) -> list[int]:
-    """Each rank's first layer: rank 1 starts the model and the leader ends it (measured on Prima bdf9d8e7)."""
-    return [sum(windows[1:]), *itertools.accumulate(windows[1:-1], initial=0)][: len(windows)]
+def segments(windows: Sequence[int], layers: int) -> list[list[tuple[int, int]]]:
+    """Each rank's pieces of the model as (first layer, how many): rank 1 starts and the leader ends a round, and rounds
+    go on until the layers are used up (measured on Prima bdf9d8e7)."""
+    pieces: list[list[tuple[int, int]]] = [[] for _ in windows]
+    done, turns = 0, itertools.cycle([*range(1, len(windows)), 0])
+    while done < layers:
+        rank = next(turns)
+        count = min(windows[rank], layers - done)
+        pieces[rank].append((done, count))
+        done += count
+    return pieces
 
 
 def largest_remainder(total: int, weights: Sequence[int]) -> list[int]:
@@ -1769,14 +2072,48 @@ def largest_remainder(total: int, weights: Sequence[int]) -> list[int]:
     return [share + 1 for share in shares]
 
 
-def fit_gpu(layers: Sequence[int], kv_bytes: int, room: int) -> tuple[int, int]:
-    """How many of these layers (from the last back, as llama.cpp offloads) fit in `room`, and their bytes."""
+def fit_gpu(sizes: Sequence[int], window: int, room: int) -> tuple[int, int]:
+    """How many layers of each window (from the last back, as Prima offloads) fit in `room`, and their bytes."""
     count = used = 0
-    for size in reversed(layers):
-        if used + size + kv_bytes > room:
+    while count < window:
+        more = sum(sizes[window - 1 - count :: window])
+        if used + more > room:
             break
-        count, used = count + 1, used + size + kv_bytes
+        count, used = count + 1, used + more
     return count, used
+
+
+def _timed(plan: ModelPlan, facts: Mapping[str, NodeFacts]) -> ModelPlan:
+    """The plan with what a token will take, rank by rank, and on one box that held it all."""
+    shape, ranks = plan.shape, []
+    pieces = segments([rank.window for rank in plan.ranks], plan.layers)
+    for rank, its in zip(plan.ranks, pieces, strict=True):
+        here, after = facts[rank.node], facts[plan.ranks[(rank.rank + 1) % plan.world].node]
+        layers = [n for start, count in its for n in range(start, start + count)]
+        gpu = rank.gpu_layers * len(its)
+        seconds = 0.0 if plan.paged_bytes else compute_s(shape, here, rank.threads, layers, gpu, rank.rank == 0)
+        hop_s = HOP_S + hop_ns(here, after, 4 * shape.width) / 1e9 if plan.world > 1 else 0.0
+        ranks.append(replace(rank, compute_s=seconds, hop_s=hop_s))
+    known = all(rank.compute_s or facts[rank.node].engine_kind == "rehearsal" for rank in ranks)
+    total = sum(rank.compute_s for rank in ranks) + plan.cycles * sum(rank.hop_s for rank in ranks)
+    alone = {
+        rank.node: compute_s(shape, facts[rank.node], rank.threads, range(plan.layers), 0, leads=True) for rank in ranks
+    }
+    fastest = min(
+        (node for node, seconds in alone.items() if seconds), key=lambda node: (alone[node], node), default=""
+    )
+    if plan.world == 1:
+        fastest, alone[fastest] = (plan.leader, total) if known and total else ("", 0.0)
+    return replace(
+        plan,
+        ranks=tuple(ranks),
+        token_s=total if known and not plan.paged_bytes else 0.0,
+        alone=fastest,
+        alone_s=alone.get(fastest, 0.0),
+    )
+
+
+# --- all models ----------------------------------------------------------------------------------------
 
 
 def plan_all(
@@ -1787,11 +2124,14 @@ def plan_all(
     placed, taken = placed or {}, Counter[str]()
     blocks = {plan.block for plan in placed.values()}  # the TOML's order may have changed since
     gpu_taken = Counter[str]()  # not of `placed`: what NVML calls free is already without it
+    field, holders = _look_over(config, facts), dict[str, int]()
     result: dict[str, ModelPlan | PlanError] = {}
 
     def take(plan: ModelPlan) -> None:
         for rank in plan.ranks:
-            taken[rank.node] += rank.weights_bytes + rank.kv_bytes + rank.buffer_bytes - rank.gpu_bytes
+            need = rank.weights_bytes + rank.kv_bytes + rank.buffer_bytes - rank.gpu_bytes - rank.paged_bytes
+            taken[rank.node] += need
+            holders[plan.model] = holders.get(plan.model, 0) + need
 
     for plan in placed.values():
         take(plan)
@@ -1800,10 +2140,10 @@ def plan_all(
             result[model.name] = placed[model.name]
             continue
         try:
-            plan = plan_model(config, model, facts, taken, gpu_taken)
+            plan = _placed(field, model, taken, gpu_taken)
         except PlanError as error:
-            holders = ", ".join(name for name, other in result.items() if isinstance(other, ModelPlan))
-            error.hint += f"; memory is already given to {holders}" if taken and holders else ""
+            given = ", ".join(f"{name} ({format_size(count)})" for name, count in holders.items())
+            error.hint += f"; memory is already given to {given}" if given else ""
             result[model.name] = error
             continue
         free = [block for block in (plan.block, *range(len(config.models))) if block not in blocks]
@@ -1811,7 +2151,40 @@ def plan_all(
         blocks.add(plan.block)
         if model.autostart:
             take(plan)
-            gpu_taken.update({rank.node: rank.gpu_bytes for rank in plan.ranks})
+            graph = model_costs(plan.shape, plan.context).graph_bytes + GPU_BASE_BYTES
+            gpu_taken.update({rank.node: rank.gpu_bytes + graph for rank in plan.ranks if rank.gpu_bytes})
+    return _divide_cores(field, result, placed)
+
+
+def _divide_cores(
+    field: _Field, plans: dict[str, ModelPlan | PlanError], placed: Mapping[str, ModelPlan]
+) -> dict[str, ModelPlan | PlanError]:
+    """Every engine its share of its box: one that waits for its ring spins, so they must not overlap. One that has all
+    on a card needs a single core. A model that is not started with the node gets a share as if it was."""
+    autostart = {model.name for model in field.config.models if model.autostart}
+    machine = {name: node.machine for name, node in field.facts.items()}
+    cpu, card = Counter[str](), Counter[str]()
+    for name, plan in plans.items():
+        for rank in plan.ranks if isinstance(plan, ModelPlan) and (name in autostart or name in placed) else ():
+            (card if rank.gpu_layers == rank.window else cpu)[machine.get(rank.node, "")] += 1
+
+    def threads(rank: RankPlan, counted: bool) -> int:
+        box, all_there = machine[rank.node], field.facts[rank.node].cores
+        if rank.gpu_layers == rank.window:
+            return 1
+        return max(1, (all_there - card[box]) // max(1, cpu[box] + (not counted)))
+
+    result: dict[str, ModelPlan | PlanError] = {}
+    for name, plan in plans.items():
+        if isinstance(plan, ModelPlan) and name not in placed:
+            ranks = [
+                rank
+                if field.entries[rank.node].engine.threads
+                else replace(rank, threads=threads(rank, name in autostart))
+                for rank in plan.ranks
+            ]
+            plan = _timed(replace(plan, ranks=tuple(ranks)), field.facts)
+        result[name] = plan
     return result
 
 
@@ -1869,6 +2242,8 @@ def wire_rank(
         flags |= {"--world": plan.world, "--rank": rank, "--master": "127.0.0.1", "--next": "127.0.0.1"}
         flags |= {"--data-port": data, "--signal-port": signal}
         flags["-lw"] = ",".join(str(other.window) for other in plan.ranks)
+    if plan.cycles > 1:
+        flags["--prefetch"] = None
     args = [str(word) for pair in flags.items() for word in pair if word is not None]
     routes = tuple(
         Route(kind=kind, rank=other.rank, node=other.node, port=base + other.rank)
@@ -2760,16 +3135,38 @@ def probe_model(name: str, path: str, *, folder: str, dirs: Sequence[str]) -> Mo
     return ModelFacts(name=name, path=first, parts=len(parts), size_bytes=sum(sizes), shape=shape)
 
 
-def place_in(path: str, *, folder: str, dirs: Sequence[str]) -> tuple[str, ...]:
-    """Where all parts of a model go on this box: below the TOML's folder or one of model_dirs, also after its
-    symbolic links are followed. Raises FileError for any other place."""
+def safe_place(path: str, *, folder: str, dirs: Sequence[str] = ()) -> str:
+    """Where a file goes on this box: below the TOML's folder or one of model_dirs, also after symbolic links are
+    followed. Raises FileError for any other place."""
     where = os.path.join(folder, os.path.expanduser(path))
     home = os.path.realpath(os.path.dirname(where))
     allowed = [os.path.realpath(os.path.join(folder, os.path.expanduser(extra))) for extra in ("", *dirs)]
-    if not any(os.path.commonpath([home, root]) == root for root in allowed):
+    if os.path.basename(where) in ("", ".", "..") or not any(os.path.commonpath([home, top]) == top for top in allowed):
         what, hint = f"leads to {home}, outside the TOML's folder", "name that folder in this node's model_dirs"
         raise FileError(what, where=path, hint=hint)
-    return part_paths(os.path.join(home, os.path.basename(where)))
+    return os.path.join(home, os.path.basename(where))
+
+
+def place_in(path: str, *, folder: str, dirs: Sequence[str]) -> tuple[str, ...]:
+    """Where all parts of a model go on this box. Raises FileError as safe_place does."""
+    return part_paths(safe_place(split_parts(path)[0], folder=folder, dirs=dirs))
+
+
+def engine_places(config: Config, node: NodeConfig, state: str) -> tuple[list[str], str]:
+    """(folders to look for engines in, the one with their libraries or ""): this box's own, or what it was given."""
+    own = [os.path.join(config.folder, os.path.expanduser(path)) for path in node.engine.path]
+    lib = os.path.join(config.folder, os.path.expanduser(node.engine.lib)) if node.engine.lib else ""
+    given = os.path.join(state, "engines")
+    has_own = any(os.path.lexists(os.path.join(folder, name)) for folder in own for name in ROLE_BINARIES.values())
+    return (own, lib) if has_own or not config.engine.share or not os.path.isdir(given) else ([given], given)
+
+
+def engine_files(binaries: Sequence[BinaryFacts], lib: str) -> list[str]:
+    """What another box needs to run these engines: both binaries and the libraries beside them; [] where one fails."""
+    if not binaries or any(binary.problem for binary in binaries):
+        return []
+    names = sorted(name for name in (os.listdir(lib) if lib and os.path.isdir(lib) else []) if ".so" in name)
+    return [*(binary.path for binary in binaries), *(os.path.join(lib, name) for name in names)]
 
 
 def _read_part(path: str) -> tuple[GgufHeader, int]:
@@ -2869,6 +3266,7 @@ class Surveyor:
     def __init__(self, config: Config, name: str, folder: str, isolation: str, key: str = "") -> None:
         """`isolation`: "" or why engines cannot be closed in. `key`: this node's public one."""
         self._config, self._node, self._cache = config, config.node(name), HashCache(folder)
+        self._folder, self._engine_paths = folder, list[str]()
         self._facts = NodeFacts(
             name=name,
             machine=machine_identity(),
@@ -2895,11 +3293,12 @@ class Surveyor:
         self._hasher: threading.Thread | None = None
 
     def content(self, root: str) -> list[tuple[str, int, tuple[str, ...]]]:
-        """Path, size and chunk hashes of each part of a model with this content; [] where it is not here any more."""
-        for path in [path for path, (its, _) in list(self._roots.items()) if its == root]:
-            parts = [(part, file_signature(part)[1], self._cache.known(part)) for part in part_paths(path)]
+        """Path, size and chunk hashes of each file of this content, a model or engines; [] where it is not here now."""
+        models = [part_paths(path) for path, (its, _) in list(self._roots.items()) if its == root]
+        for paths in [*models, self._engine_paths]:
+            parts = [(part, file_signature(part)[1], self._cache.known(part)) for part in paths]
             found = [(part, size, hashes) for part, size, hashes in parts if hashes is not None]
-            if len(found) == len(parts) and root_hash([(size, hashes) for _, size, hashes in found]) == root:
+            if found and len(found) == len(parts) and root_hash([(size, hashes) for _, size, hashes in found]) == root:
                 return found
         return []
 
@@ -2915,11 +3314,13 @@ class Surveyor:
         root, problem = self._roots[found]
         return {"path": found, "before": before, "root": root, "problem": problem}
 
-    def landed(self, paths: Sequence[str], hashes: Sequence[Sequence[str]]) -> None:
-        """Files have come in whole: they are not read again, but looked at at the next survey. Raises OSError."""
+    def landed(self, model: str, paths: Sequence[str], hashes: Sequence[Sequence[str]]) -> None:
+        """Files have come in whole: they are not read again, but looked at at the next survey. `model`: "" for engines.
+        Raises OSError."""
         for path, its in zip(paths, hashes, strict=True):
             self._cache.remember(path, its)
-        self._roots[paths[0]] = (self._content(paths[0]), "")
+        if model:
+            self._roots[paths[0]] = (self._content(paths[0]), "")
         self._checked = 0.0
 
     def reload(self, config: Config) -> None:
@@ -2950,13 +3351,22 @@ class Surveyor:
             work = [(copy.path, wanted[copy.name]) for copy in models if copy.path and not copy.problem]
             self._hasher = threading.Thread(target=self._hash, args=(work,), name="hash", daemon=True)
             self._hasher.start()
-        found = replace(self._facts, addresses=addresses, models=models, binaries=tuple(map(self._binary, roles)))
+        binaries = tuple(map(self._binary, roles))
+        self._engine_paths = []
+        if self._config.engine.share:
+            self._engine_paths = engine_files(binaries, engine_places(self._config, self._node, self._folder)[1])
+        engine_root = root_hash(self._hashed(self._engine_paths)) if self._engine_paths else ""
+        found = replace(self._facts, addresses=addresses, models=models, binaries=binaries, engine_root=engine_root)
         return replace(found, gpus=gpus, gpu_note=note, cores=probe_cores())
+
+    def _hashed(self, paths: Sequence[str]) -> list[tuple[int, Sequence[str]]]:
+        """Size and chunk hashes of small files. Raises GgufError."""
+        read = functools.partial(self._cache.file_hashes, progress=lambda _: None, stop=self._stop.is_set)
+        return [(os.path.getsize(path), read(path)) for path in paths]
 
     def _binary(self, role: str) -> BinaryFacts:
         engine = self._node.engine
-        folders = [os.path.join(self._config.folder, path) for path in engine.path]
-        lib = os.path.join(self._config.folder, engine.lib) if engine.lib else ""
+        folders, lib = engine_places(self._config, self._node, self._folder)
         env, paths = engine_environment(os.environ, engine, {}), [os.path.join(f, ROLE_BINARIES[role]) for f in folders]
         probe = functools.partial(probe_binary, role, folders, lib=lib, env=env, cache=self._cache)
         return self._unless_changed(role, paths, probe)
@@ -4165,8 +4575,9 @@ class Landing:
                 self._borrow(number, path)
         self._check_room()
         for number, file in enumerate(self.files):
-            if number not in self._settled:
-                os.ftruncate(file, self.listing.files[number].size)
+            size = self.listing.files[number].size
+            if number not in self._settled and os.fstat(file).st_size > size:  # to lengthen it, FAT would write zeros
+                os.ftruncate(file, size)
 
     def _take_stock_of(self, number: int, path: str) -> bool:
         """Whether the right file stands there. Raises FileError where another one does and must stay."""
@@ -4180,7 +4591,7 @@ class Landing:
             os.close(self.files.pop())
             self._forget(number)
         if not self._replace:
-            what, hint = "is there with other bytes", "`shardbox pull --replace` puts the right ones in its place"
+            what, hint = "is there with other bytes", "with --replace the right file takes its place"
             raise FileError(what, where=path, hint=hint)
         return False
 
@@ -4403,8 +4814,10 @@ class Copy:
         givers: Callable[[], Sequence[str]], connect: Callable[[str], socket.socket],
         replace: bool = False, mode: int = 0o644, sha256: Sequence[str] = (),
     ) -> None:  # fmt: skip
-        """`place`: paths for a listing's files. `givers`: nodes that have it now, those with all of it first."""
+        """`model`: "" for engines. `place`: paths for a listing's files. `givers`: nodes that have it now, those with
+        all of it first."""
         self.model, self.root, self.state, self.problem, self.hint = model, root, "copying", "", ""
+        self.label = model or "the engines"
         self.landing: Landing | None = None
         self.giver: Giver | None = None
         self._node, self._place, self._pace, self._givers, self._connect = node, place, pace, givers, connect
@@ -4493,14 +4906,14 @@ class Copy:
         """Leave a giver alone: for good if it gave other bytes than it promised."""
         lied, why = isinstance(error, MessageError), getattr(error, "what", str(error))
         self._benched[name] = (time.monotonic() + (math.inf if lied else BENCH_S), why)
-        log.log(logging.WARNING if lied else logging.INFO, "copy of %s: %s: %s", self.model, name, why)
+        log.log(logging.WARNING if lied else logging.INFO, "copy of %s: %s: %s", self.label, name, why)
 
     def _nobody(self) -> FileError:
         if self._stop.is_set():
-            return FileError("was stopped", where=self.model)
+            return FileError("was stopped", where=f"copy of {self.label}")
         why = "; ".join(f"{name}: {text}" for name, (_, text) in sorted(self._benched.items())) or "nobody has it now"
         hint = "it goes on from here once a box that has it is up"
-        return FileError(f"nothing came for {GIVE_UP_S:.0f} s ({why})", where=f"copy of {self.model}", hint=hint)
+        return FileError(f"nothing came for {GIVE_UP_S:.0f} s ({why})", where=f"copy of {self.label}", hint=hint)
 
     def _gather(self, landing: Landing) -> None:
         """Keep a stream to each giver until all has landed."""
@@ -4591,6 +5004,160 @@ class Copy:
         finally:
             with self._lock:
                 self._in_flight.pop(number, None)
+
+
+# --- the stick: a folder that holds all that a box needs, on a file system that may be FAT ----------------
+
+STICK_FORMAT = 1
+PIECE_BYTES = 255 * CHUNK_BYTES  # FAT takes files of less than 4 GiB
+MANIFEST_NAME = "manifest.json"
+STICK_TEXT = """This stick sets up a box of the shardbox cluster "{cluster}".
+
+In a terminal on that box, in an empty folder where shardbox is to live:
+
+    cp {stick}/shardbox-PLATFORM shardbox && chmod +x shardbox    (PLATFORM is one of: {platforms})
+    ./shardbox unpack {stick}
+    {secret}
+    ./shardbox up
+
+Use the folder where the stick is mounted for {stick}. `unpack` checks every byte that it installs; if the stick is
+pulled out in the middle, type it again. Add --node NAME to both if the box goes by another name than its host name.
+"""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StickFile:
+    """One file of a box, as it lies on the stick."""
+
+    kind: str  # program | toml | secret | engine | model
+    path: str  # on the box, from the TOML's folder
+    size: int
+    hashes: tuple[str, ...]
+    pieces: tuple[str, ...]  # on the stick, of PIECE_BYTES but for the last
+    platform: str = ""  # "" for all
+    model: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Manifest:
+    """All that is on a stick."""
+
+    format: int
+    files: tuple[StickFile, ...]
+
+
+def read_manifest(folder: str, name: str = MANIFEST_NAME) -> Manifest:
+    """Raises FileError where the folder is no whole stick."""
+    path = os.path.join(folder, name)
+    try:
+        with open(path, "rb") as file:
+            manifest = from_json(Manifest, json.load(file), MANIFEST_NAME)
+    except FileNotFoundError:
+        what, hint = "is no stick of shardbox, or `pack` did not come to its end", "`shardbox pack` it (again)"
+        raise FileError(what, where=folder, hint=hint) from None
+    except (OSError, ValueError, RecursionError, MessageError) as error:
+        raise FileError(f"cannot be read: {error}", where=path, hint="`shardbox pack` it again") from None
+    if manifest.format != STICK_FORMAT:
+        raise FileError(f"has format {manifest.format}, this shardbox reads {STICK_FORMAT}", where=path)
+    return manifest
+
+
+def piece_listing(size: int, hashes: Sequence[str]) -> Listing:
+    """The pieces of a file, as files of their own."""
+    step, starts = PIECE_BYTES // CHUNK_BYTES, range(0, max(1, size), PIECE_BYTES)
+    sizes = [min(PIECE_BYTES, size - start) for start in starts]
+    parts = [tuple(hashes[n * step : n * step + step]) for n in range(len(sizes))]
+    return Listing(files=tuple(ListedFile(name="", size=n, hashes=its) for n, its in zip(sizes, parts, strict=True)))
+
+
+def fill(landing: Landing, read: Callable[[int, int], bytes], tell: Callable[[int], None]) -> None:
+    """Bring in what is missing, in order, from `read(offset, size)`, where all files of the listing follow each other.
+    `tell` gets the bytes of each chunk. Raises FileError, OSError."""
+    with contextlib.closing(landing):
+        landing.open()
+        at = 0
+        for number, (owner, _, size, wanted) in enumerate(landing.chunks):
+            if landing.missing >> number & 1:
+                data = read(at, size)
+                if hashlib.sha256(data).hexdigest() != wanted:
+                    raise FileError("was read with other bytes than were written", where=landing.paths[owner],
+                                    hint="the source is damaged, or was changed: pack it again")  # fmt: skip
+                landing.write(number, memoryview(data))
+            at += size
+            tell(size)
+        landing.finish()
+
+
+def stick_name(kind: str, path: str, platform: str, taken: set[str]) -> str:
+    """A name that FAT can have, which does not care for case."""
+    stem = re.sub(r"[^A-Za-z0-9._-]+", "_", os.path.basename(path)).strip("._") or "file"
+    folder = {"engine": f"engines/{platform}/", "model": "models/"}.get(kind, "")
+    name = f"{folder}{stem}-{platform}" if kind == "program" else folder + stem
+    while name.lower() in taken:
+        name += "_"
+    taken.add(name.lower())
+    return name
+
+
+def to_pack(
+    config: Config, binaries: Sequence[BinaryFacts], lib: str, dirs: Sequence[str]
+) -> list[tuple[str, str, str, str]]:
+    """(kind, path on a box, file here, model) of what a stick takes from this box. Raises FileError for a model that
+    is not here, or that goes to a place outside the TOML's folder."""
+    found = [("program", "shardbox", own_file(), "")]
+    home = next((path for path in config.engine.path if not os.path.isabs(os.path.expanduser(path))), "")
+    libraries = config.engine.lib if config.engine.lib and not os.path.isabs(config.engine.lib) else home
+    for n, path in enumerate(engine_files(binaries, lib) if home else []):
+        target = os.path.join(home if n < len(binaries) else libraries, os.path.basename(path))
+        found.append(("engine", target, path, ""))
+    for model in config.models:
+        here = find_model(model.path, folder=config.folder, dirs=dirs)
+        parts = part_paths(here) if here else ()
+        if parts and all(map(os.path.isfile, parts)):
+            for target, path in zip(split_parts(model.path), parts, strict=True):
+                safe_place(target, folder=config.folder)
+                found.append(("model", target, path, model.name))
+        elif model.rehearse is None:
+            raise FileError("is not on this box whole", where=f"model {model.name}", hint="`shardbox pull` fetches it")
+    return found
+
+
+def pack_file(
+    folder: str, names: set[str], kind: str, target: str, path: str, cache: HashCache, tell: Callable[[int], None],
+    platform: str = "", model: str = "",
+) -> StickFile:  # fmt: skip
+    """Put one file on the stick, in pieces; those that are there already and right stay. Raises FileError, OSError."""
+    hashes = cache.file_hashes(path, progress=lambda _: None, stop=lambda: False)
+    with open(path, "rb") as file:
+        size, name = os.fstat(file.fileno()).st_size, stick_name(kind, target, platform, names)
+        listing = piece_listing(size, hashes)
+        pieces = tuple(f"{name}.{n:03}" if len(listing.files) > 1 else name for n in range(1, len(listing.files) + 1))
+        landing = Landing(listing, [os.path.join(folder, piece) for piece in pieces], replace=True)
+        fill(landing, lambda at, count: os.pread(file.fileno(), count, at), tell)
+    return StickFile(kind=kind, path=target, size=size, hashes=hashes, pieces=pieces, platform=platform, model=model)
+
+
+def unpack_file(stick: str, entry: StickFile, path: str, replace_it: bool, tell: Callable[[int], None]) -> list[str]:
+    """Install one file; what was put there. Raises FileError, also for a stick that is gone or damaged."""
+    mode = {"program": 0o755, "engine": 0o755, "secret": 0o600}.get(entry.kind, 0o644)
+    pieces = [safe_place(piece, folder=stick) for piece in entry.pieces]
+
+    def read(at: int, size: int) -> bytes:
+        piece = pieces[at // PIECE_BYTES]
+        try:
+            with open(piece, "rb") as file:
+                return os.pread(file.fileno(), size, at % PIECE_BYTES)
+        except OSError as error:
+            what, hint = (
+                f"cannot be read: {error.strerror}",
+                "put the stick back and type it again: it goes on from here",
+            )
+            raise FileError(what, where=piece, hint=hint) from None
+
+    listing = Listing(files=(ListedFile(name=entry.path, size=entry.size, hashes=entry.hashes),))
+    landing = Landing(listing, [path], mode=mode, replace=replace_it)
+    fill(landing, read, tell)
+    return landing.own
 
 
 # ======================================================================================================
@@ -5863,6 +6430,7 @@ class Library:
         self.copies: dict[str, Copy] = {}  # by model
         self._rounds: dict[str, str] = {}  # the generation that asked for it, "" a person
         self._givers: dict[str, tuple[Sequence[str], Giver]] = {}
+        self._engines_at = 0.0  # when they were fetched last
         self._pace = Pace(box.config.cluster.copy_limit, busy)
         self._box, self._mesh, self._peers, self._surveyor, self._refresh = box, mesh, peers, surveyor, refresh
 
@@ -5911,9 +6479,41 @@ class Library:
             return CopyView(model=model.name, node=self._box.name, state="done", done_bytes=size, size_bytes=size)
         return self.fetch(model, wanted.root, only=only, replace=replace).view()
 
+    def engines_from(self, facts: NodeFacts, others: Iterable[NodeFacts]) -> str:
+        """The content hash of the engines that a node without any can have from one of its platform; "" for none."""
+        lacks = facts.binaries and all(binary.problem and not binary.path for binary in facts.binaries)
+        if not lacks or not self._box.config.engine.share:
+            return ""
+        votes = Counter(other.engine_root for other in others if other.platform == facts.platform and other.engine_root)
+        return min(votes, key=lambda root: (-votes[root], root), default="")
+
+    def tend_engines(self, others: Iterable[NodeFacts]) -> None:
+        """Fetch engines where this box has none and another one of its platform gives them."""
+        root, box = self.engines_from(self._box.facts, others), self._box
+        if not root or ("" in self.copies and time.monotonic() - self._engines_at < BENCH_S):
+            return
+
+        def place(listing: Listing) -> list[str]:
+            names = [file.name for file in listing.files]
+            strange = [name for name in names if not re.fullmatch(r"llama-(server|cli)|[\w+.-]+\.so[\w.]*", name)]
+            if strange or len(set(names)) < len(names):
+                raise FileError(f"these are no engine files: {strange[:3]}", where="engines")
+            return [os.path.join(box.folder, "engines", name) for name in names]
+
+        if "" in self.copies and self.copies[""].state == "copying":
+            return
+        self._engines_at = time.monotonic()
+        copy = Copy(
+            model="", node=box.name, root=root, place=place, pace=self._pace, replace=True, mode=0o755,
+            givers=lambda: self.givers(root), connect=functools.partial(self._connect, root),
+        )  # fmt: skip
+        self.copies[""] = copy
+        keep_task(box.tasks, self._run(copy))
+
     async def _run(self, copy: Copy) -> None:
-        self._surveyor.receiving[copy.model] = copy.root
-        log.info("copy of %s: begun", copy.model)
+        if copy.model:
+            self._surveyor.receiving[copy.model] = copy.root
+        log.info("copy of %s: begun", copy.label)
         running = asyncio.ensure_future(self._box.in_thread(copy.run))
         try:
             said, told = 0.0, False
@@ -5924,18 +6524,18 @@ class Library:
                     await self._refresh()  # the others learn that they can have of it
                 if time.monotonic() - said > 10.0:
                     said = time.monotonic()
-                    log.info("copy of %s: %s", copy.model, copy_text(copy.view()))
+                    log.info("copy of %s: %s", copy.label, copy_text(copy.view()))
                 await asyncio.wait({running}, timeout=0.5)
             await running
             if copy.landing is not None and copy.state == "landed":
                 note_in_ledger(self._box.folder, copy.landing.own)
                 hashes = [file.hashes for file in copy.landing.listing.files]
-                await self._box.in_thread(self._surveyor.landed, copy.landing.paths, hashes)
+                await self._box.in_thread(self._surveyor.landed, copy.model, copy.landing.paths, hashes)
         finally:
             self._surveyor.receiving.pop(copy.model, None)
             await self._refresh()
             copy.state = "done" if copy.state == "landed" else "failed"
-        log.info("copy of %s: %s", copy.model, copy.problem or "whole, and in place")
+        log.info("copy of %s: %s", copy.label, copy.problem or "whole, and in place")
 
     async def reread(self, model: ModelConfig) -> dict[str, str]:
         """See Surveyor.reread."""
@@ -5947,9 +6547,11 @@ class Library:
         """Live nodes that have a content, those that have only some of it last. Any thread."""
         found = {}
         for peer in self._peers.live():
-            for copy in peer.facts.models if peer.facts and peer.name != self._box.name else ():
-                if root in (copy.receiving, "" if copy.problem else copy.root):
-                    found[peer.name] = copy.receiving == root
+            if peer.facts is None or peer.name == self._box.name:
+                continue
+            whole = {copy.root for copy in peer.facts.models if not copy.problem} | {peer.facts.engine_root}
+            if root in whole or root in {copy.receiving for copy in peer.facts.models}:
+                found[peer.name] = root not in whole
         return sorted(found, key=lambda name: (found[name], name))
 
     def _connect(self, root: str, name: str) -> socket.socket:
@@ -6030,7 +6632,7 @@ class RankHost:
             return  # its TOML is not as new as the proposer's
         model = box.model(name)
         numbered = [rank.rank for rank in plan.ranks] == [*range(plan.world)]
-        layers = sum(rank.window for rank in plan.ranks)
+        layers = sum(rank.layers for rank in plan.ranks)
         if not plan.ranks or not numbered or layers != plan.layers or plan.leader != proposer:
             raise PlanError("the proposed plan contradicts itself", where=f"model {name}")
         if box.stop.is_set() and plan.rank_of(box.name):
@@ -6114,7 +6716,7 @@ class RankHost:
         else:
             argv = [box.facts.binary(role).path]
         engine = box.settings.engine
-        engine = replace(engine, lib=os.path.join(box.config.folder, engine.lib) if engine.lib else "")
+        engine = replace(engine, lib=engine_places(box.config, box.settings, box.folder)[1])
         return [*argv, *run.wiring.args], engine_environment(os.environ, engine, extra)
 
     def _on_exit(self, run: RankRun, code: int) -> None:
@@ -6267,7 +6869,7 @@ class RankHost:
         """This rank for `status`, measured now."""
         usage = run.engine.usage() if run.engine and run.exit_code is None else Usage()
         wires = tuple(view_of(WireView, route, wire.stats, open=wire.stats.connections) for route, wire in run.wires)
-        more = {"node": self._box.name, "layers": run.plan.ranks[run.rank].window, "wires": wires}
+        more = {"node": self._box.name, "layers": run.plan.ranks[run.rank].layers, "wires": wires}
         return view_of(RankView, run, run.plan, run.lease, usage, run.engine, **more)
 
     def _record(self) -> None:
@@ -6841,6 +7443,10 @@ class Node:
         declared = [node.name for node in self.box.config.nodes if not model.nodes or node.name in model.nodes]
         missing = [name for name in declared if name not in live]
         left = self.box.config.cluster.form_wait_s - (now - self.box.started)
+        facts = self.all_facts()
+        waiting = [node.name for node in facts if self.library.engines_from(node, facts)]
+        if waiting and left > 0:
+            return f"waiting for {', '.join(waiting)} to fetch engines"
         if missing and left > 0 and model.name not in self.formed:
             return f"waiting for {', '.join(missing)} ({left:.0f} s more)"
         return "looking for other nodes" if not declared and now - self.peers.newest < SETTLE_S else ""
@@ -6933,6 +7539,7 @@ class Node:
     async def _tick_loop(self) -> None:
         while True:
             self.peers.refresh()
+            self.library.tend_engines(self.all_facts()[1:])
             self.tick_rings()
             keep_task(self.box.tasks, self.host.reap())
             await asyncio.sleep(0.5)
@@ -8099,7 +8706,7 @@ def status_text(snapshot: Snapshot, verbose: bool = True) -> str:
             lines.append(f"  {view.plan.reason}")
         if view.ranks:
             lines.append(ranks_table(view))
-    copies = [f"  {view.model}: {copy_text(view)}" for view in snapshot.copies if view.state != "done"]
+    copies = [f"  {view.model or 'engines'}: {copy_text(view)}" for view in snapshot.copies if view.state != "done"]
     lines += ["", "copies:", *copies] if copies else []
     lines += ["", peers_table(snapshot.peers)]
     if snapshot.exits:
@@ -8287,6 +8894,34 @@ def check_status_owner(sock: socket.socket, config: Config) -> None:
 # --- commands: each returns its exit code; its docstring is its help --------------------------------------
 
 
+class Meter:
+    """Tells how far something is: a bar on a terminal, lines in a log, nothing at all in a pipe, as cron's is."""
+
+    LINE_S = 10.0  # between two lines in a log
+
+    def __init__(self) -> None:
+        self._bar, self._said = sys.stdout.isatty(), 0.0
+        with contextlib.suppress(OSError, ValueError):
+            self._log = "JOURNAL_STREAM" in os.environ or stat.S_ISREG(os.fstat(sys.stdout.fileno()).st_mode)
+
+    def show(self, share: float, text: str) -> None:
+        """`share` of 1 is done; `text` says more."""
+        if self._bar:
+            width = max(20, os.get_terminal_size().columns - 1)
+            filled = int(20 * share)
+            print("\r" + f"[{'#' * filled:20}] {text}"[:width].ljust(width), end="", flush=True)
+        elif self._log and time.monotonic() - self._said > self.LINE_S:
+            self._said = time.monotonic()
+            print(text, flush=True)
+
+    def end(self, text: str) -> None:
+        """The last word."""
+        if self._bar:
+            print("\r" + text.ljust(max(20, os.get_terminal_size().columns - 1)))
+        elif self._log:
+            print(text, flush=True)
+
+
 def with_config(run: Callable[..., int]) -> Callable[..., int]:
     """A command that is given the configuration and this node's name for --config and --node."""
 
@@ -8298,9 +8933,18 @@ def with_config(run: Callable[..., int]) -> Callable[..., int]:
     return command
 
 
-@with_config
-def cmd_up(config: Config, name: str, detach: bool) -> int:
+def cmd_up(config_path: str | None, node: str | None, detach: bool, stick: str) -> int:
     """Run this box's node until `down`, SIGTERM or Ctrl-C."""
+    if stick:
+        to = os.path.dirname(os.path.abspath(config_path or CONFIG_NAME))
+        unpack_stick(stick, to, node, over=False)
+        config_path = config_path or os.path.join(to, CONFIG_NAME)
+    config = load_config(config_path)
+    return run_up(config, node_name(config, node), detach)
+
+
+def run_up(config: Config, name: str, detach: bool) -> int:
+    """`up` with its configuration read."""
     secret = read_secret(config)
     folder = state_folder(config.cluster.name, name)
     os.makedirs(folder, mode=0o700, exist_ok=True)
@@ -8547,34 +9191,6 @@ def cmd_stop(**settings: str) -> int:
     return cmd_start(**settings, wanted=False)
 
 
-class Meter:
-    """Tells how far something is: a bar on a terminal, lines in a log, nothing at all in a pipe, as cron's is."""
-
-    LINE_S = 10.0  # between two lines in a log
-
-    def __init__(self) -> None:
-        self._bar, self._said = sys.stdout.isatty(), 0.0
-        with contextlib.suppress(OSError, ValueError):
-            self._log = "JOURNAL_STREAM" in os.environ or stat.S_ISREG(os.fstat(sys.stdout.fileno()).st_mode)
-
-    def show(self, share: float, text: str) -> None:
-        """`share` of 1 is done; `text` says more."""
-        if self._bar:
-            width = max(20, os.get_terminal_size().columns - 1)
-            filled = int(20 * share)
-            print("\r" + f"[{'#' * filled:20}] {text}"[:width].ljust(width), end="", flush=True)
-        elif self._log and time.monotonic() - self._said > self.LINE_S:
-            self._said = time.monotonic()
-            print(text, flush=True)
-
-    def end(self, text: str) -> None:
-        """The last word."""
-        if self._bar:
-            print("\r" + text.ljust(max(20, os.get_terminal_size().columns - 1)))
-        elif self._log:
-            print(text, flush=True)
-
-
 @with_config
 def cmd_pull(config: Config, name: str, model: str, giver: str, over: bool) -> int:
     """Fetch a model, or all that the TOML names, from the boxes that have it to this one."""
@@ -8675,6 +9291,162 @@ def cmd_verify(config: Config, name: str, model: str) -> int:
         wrong += bool(problem)
         print(f"{node}: {problem or f'right, {root[:16]}'}" + (f" ({entry['path']})" if entry.get("path") else ""))
     return 1 if wrong or not found else 0
+
+
+def check_total_room(folder: str, files: Iterable[tuple[str, int]]) -> None:
+    """Raises FileError where what is still missing of these files does not fit."""
+    need = sum(size for path, size in files if not os.path.isfile(path) or os.path.getsize(path) != size)
+    found = os.statvfs(folder)
+    free = found.f_bavail * found.f_frsize
+    if need > free:
+        what = f"has {format_size(free)} free, and {format_size(need)} are needed"
+        raise FileError(what, where=folder, hint=f"make room for {format_size(need - free)}")
+
+
+def toml_for_stick(config: Config, with_secret: bool) -> bytes:
+    """The bytes of the TOML, a secret in it replaced by the name of a file. Raises UsageError where that fails."""
+    with open(config.file, "rb") as file:
+        data = file.read()
+    secret = config.cluster.secret
+    if with_secret or not secret:
+        return data
+    pattern = rb"""(?<![\w.])secret(\s*=\s*)("(?:[^"\\\n]|\\.)*"|'[^'\n]*')"""
+    data = re.sub(pattern, rb'secret_file\1"cluster.secret"', data)
+    with contextlib.suppress(ConfigError):
+        if (
+            not parse_config(data, file=config.file, folder=config.folder).cluster.secret
+            and secret.encode() not in data
+        ):
+            return data
+    raise UsageError(
+        "the secret cannot be taken out of it", where=config.file, hint="use secret_file, or --with-secret"
+    )
+
+
+@with_config
+def cmd_pack(config: Config, name: str, folder: str, with_secret: bool) -> int:
+    """Write all that a box needs to a folder, such as a USB stick: program, TOML, engines, models."""
+    state, settings, platform_name = state_folder(config.cluster.name, name), config.node(name), probe_platform()
+    facts = survey_once(config, name)
+    secret_file = config.cluster.secret_file
+    if with_secret and os.path.isabs(secret_file):
+        raise UsageError("names a place outside the TOML's folder: carry it by hand", where="cluster.secret_file")
+    os.makedirs(folder, exist_ok=True)
+    manifest, old = os.path.join(folder, MANIFEST_NAME), os.path.join(folder, f"{MANIFEST_NAME}.old")
+    with contextlib.suppress(FileNotFoundError):
+        os.replace(manifest, old)  # until this has come to its end, there is no whole stick
+    kept: list[StickFile] = []  # of boxes of other platforms, where pack has run before
+    with contextlib.suppress(FileError):
+        files = read_manifest(folder, f"{MANIFEST_NAME}.old").files
+        kept = [entry for entry in files if entry.platform not in ("", platform_name)]
+    with tempfile.TemporaryDirectory() as drafts:
+        with open(os.path.join(drafts, CONFIG_NAME), "wb") as file:
+            file.write(toml_for_stick(config, with_secret))
+        work = [("toml", CONFIG_NAME, file.name, "")]
+        if with_secret and secret_file:
+            work.append(("secret", secret_file, os.path.join(config.folder, secret_file), ""))
+        work += to_pack(config, facts.binaries, engine_places(config, settings, state)[1], settings.model_dirs)
+        entries = [*kept, *pack_files(folder, work, kept, platform_name, HashCache(state))]
+    platforms = sorted({entry.platform for entry in entries if entry.kind == "program"})
+    secret = "" if with_secret else f"write the cluster's secret into {secret_file or 'cluster.secret'}, beside it"
+    text = STICK_TEXT.format(cluster=config.cluster.name, stick="STICK", secret=secret, platforms=", ".join(platforms))
+    for path, content in (
+        ("README.txt", text),
+        (manifest, json.dumps(to_json(Manifest(format=STICK_FORMAT, files=tuple(entries))))),
+    ):
+        with open(os.path.join(folder, path), "w", encoding="utf-8") as written:
+            written.write(content)
+            written.flush()
+            os.fsync(written.fileno())
+    with contextlib.suppress(FileNotFoundError):
+        os.unlink(old)
+    size = format_size(sum(entry.size for entry in entries))
+    print(f"{folder}: {len(entries)} files, {size}; README.txt there says what to type")
+    return 0
+
+
+def pack_files(
+    folder: str,
+    work: Sequence[tuple[str, str, str, str]],
+    kept: Sequence[StickFile],
+    platform_name: str,
+    cache: HashCache,
+) -> Iterator[StickFile]:
+    """Put files on a stick, one after the other. Raises FileError."""
+    names = {piece.lower() for entry in kept for piece in entry.pieces}
+    sizes = [os.path.getsize(path) for _, _, path, _ in work]
+    check_total_room(
+        folder,
+        [
+            (os.path.join(folder, os.path.basename(path)), size)
+            for (_, _, path, _), size in zip(work, sizes, strict=True)
+        ],
+    )
+    meter, done = Meter(), 0
+    for kind, target, path, model in work:
+
+        def tell(count: int, path: str = path) -> None:
+            nonlocal done
+            done += count
+            meter.show(done / max(1, sum(sizes)), f"{format_size(done)} of {format_size(sum(sizes))}: {path}")
+
+        platform = platform_name if kind in ("program", "engine") else ""
+        try:
+            yield pack_file(folder, names, kind, target, path, cache, tell, platform, model)
+        except OSError as error:
+            hint = "put the stick back and type it again: it goes on from here"
+            raise FileError(f"cannot be written: {error.strerror}", where=folder, hint=hint) from None
+    meter.end("all of it is written")
+
+
+def cmd_unpack(node: str | None, stick: str, to: str, over: bool) -> int:
+    """Install from a folder that `pack` wrote what this box needs, every byte checked."""
+    unpack_stick(stick, os.path.abspath(to), node, over)
+    return 0
+
+
+def unpack_stick(stick: str, to: str, node: str | None, over: bool) -> None:
+    """Install into the folder `to`: TOML and secret first, then what they say that this box needs. Raises
+    ShardboxError."""
+    manifest, meter = read_manifest(stick), Meter()
+    os.makedirs(to, exist_ok=True)
+    if os.path.commonpath([os.path.realpath(to), os.path.realpath(stick)]) == os.path.realpath(stick):
+        raise UsageError(
+            "is on the stick itself", where=to, hint="--to FOLDER, or go to the folder where it is to live"
+        )
+    for entry in manifest.files:
+        if entry.kind in ("toml", "secret"):
+            unpack_file(stick, entry, safe_place(entry.path, folder=to), over, lambda _: None)
+    config = load_config(os.path.join(to, CONFIG_NAME))
+    name = node_name(config, node)
+    needed = [entry for entry in manifest.files if is_needed(entry, config, name)]
+    dirs, done, size = config.node(name).model_dirs, 0, sum(entry.size for entry in needed)
+    places = [safe_place(entry.path, folder=to, dirs=dirs) for entry in needed]
+    check_total_room(to, [(path, entry.size) for path, entry in zip(places, needed, strict=True)])
+    for entry, path in zip(needed, places, strict=True):
+
+        def tell(count: int, path: str = path) -> None:
+            nonlocal done
+            done += count
+            meter.show(done / max(1, size), f"{format_size(done)} of {format_size(size)}: {path}")
+
+        try:
+            put = unpack_file(stick, entry, path, over, tell)
+        except OSError as error:
+            raise FileError(f"cannot be written: {error.strerror}", where=path, hint="what is there is kept") from None
+        if entry.kind == "model":
+            state = state_folder(config.cluster.name, name)
+            os.makedirs(state, mode=0o700, exist_ok=True)
+            note_in_ledger(state, put)
+    meter.end(f"{to}: {len(needed)} files, {format_size(size)}, every byte checked")
+
+
+def is_needed(entry: StickFile, config: Config, name: str) -> bool:
+    """Whether a box needs this file of a stick."""
+    if entry.kind in ("program", "engine"):
+        return entry.platform == probe_platform()
+    model = config.model(entry.model)
+    return model is not None and (not (model.nodes or model.layers) or name in (*model.nodes, *model.layers))
 
 
 @with_config
@@ -9056,12 +9828,17 @@ def build_cli() -> Any:
     prune = option("--prune", is_flag=True, help="Remove what was copied here and is not in the TOML any more.")
     yes = option("--yes", is_flag=True, help="Do not ask.")
     any_model = click.Argument(["model"], required=False, default="", metavar="[MODEL]")
+    folder = click.Argument(["folder"], metavar="DIR")
+    with_secret = option("--with-secret", is_flag=True, help="Also the cluster's secret.")
+    stick = click.Argument(["stick"], metavar="DIR")
+    onto = option("--to", default=".", metavar="FOLDER", help="Where shardbox is to live (default: here).")
+    first = option("--from", "stick", default="", metavar="DIR", help="Unpack this folder first: see unpack.")
     once = option("--once", is_flag=True, help="End after one answer (also without a terminal).")
     count = option("--nodes", "count", default=3, type=click.IntRange(1, 8), help="How many nodes (default 3).")
 
     summary = "Run a language model that is too big for any one of your machines, on all of them together."
     group = click.Group("shardbox", help=summary, context_settings={"help_option_names": ["-h", "--help"]})
-    add(cmd_up, "up --config /etc/shardbox/shardbox.toml", *common, detach)
+    add(cmd_up, "up --config /etc/shardbox/shardbox.toml", *common, detach, first)
     add(cmd_down, "down --all", *common, everywhere)
     add(cmd_status, "status --brief", *readable, timeout, brief)
     add(cmd_plan, "plan --facts facts.json", *readable, facts)
@@ -9072,6 +9849,8 @@ def build_cli() -> Any:
     add(cmd_pull, "pull qwq-32b --from alpha", *common, any_model, giver, over)
     add(cmd_models, "models --prune", *readable, prune, yes)
     add(cmd_verify, "verify qwq-32b", *common, model)
+    add(cmd_pack, "pack /media/stick", *common, folder, with_secret)
+    add(cmd_unpack, "unpack /media/stick --to /opt/shardbox", common[1], stick, onto, over)
     add(cmd_check, "check", *readable)
     add(cmd_demo, "demo --once", once, count)
     add(cmd_secret, "secret > cluster.secret")
