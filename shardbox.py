@@ -338,6 +338,11 @@ class ApiConfig:
     hold_s: float = 60.0  # how long a request waits for a ring that forms again
     drain_s: float = 20.0  # how long a node that goes down lets answers in progress end
 
+    @property
+    def open(self) -> bool:
+        """Whether anybody on the LAN may ask."""
+        return self.bind not in ("127.0.0.1", "localhost") and not self.keys_file
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineConfig:
@@ -878,6 +883,40 @@ def parse_config(data: bytes, *, file: str, folder: str) -> Config:
     if problems:
         raise ConfigError(problems)
     return config
+
+
+# What a node takes from the TOML only when it starts; all else follows a SIGHUP.
+_FIXED = {
+    "cluster": (
+        *("name", "secret", "secret_file", "old_secret_file", "discovery", "encryption", "interfaces", "copy_limit"),
+    ),
+    "api": ("bind", "tls_cert", "tls_key"),
+    "engine": ("kind",),
+}
+
+
+def reloaded(old: Config, new: Config, name: str) -> tuple[Config, tuple[str, ...]]:
+    """What the running node `name` takes of a changed file, and the keys that only a restart applies."""
+    parts: dict[str, Any] = {}
+    left: list[str] = []
+    for section, keys in _FIXED.items():
+        was, now = getattr(old, section), getattr(new, section)
+        changed = {key: getattr(was, key) for key in keys if getattr(was, key) != getattr(now, key)}
+        parts[section] = replace(now, **changed)
+        left += [f"{section}.{key}" for key in changed]
+    ports = old.node(name).ports
+    if ports != new.node(name).ports:
+        left.append("ports")
+        parts["nodes"] = tuple(replace(node, ports=ports) if node.name == name else node for node in new.nodes)
+        parts["ports"] = old.ports if name in {node.name for node in new.nodes} else ports
+    if {node.name: node.key for node in old.nodes} != {node.name: node.key for node in new.nodes}:
+        left.append("nodes.key")
+    return replace(new, **parts), tuple(left)
+
+
+def as_started(model: ModelConfig) -> ModelConfig:
+    """The model without what may change while it runs."""
+    return replace(model, aliases=(), max_output=0, autostart=True)
 
 
 # ======================================================================================================
@@ -2096,6 +2135,7 @@ def plan_all(
     """A plan or the reason against it for each model, in the TOML's order; `placed` are rings that run
     already and keep what they have."""
     placed, taken = placed or {}, Counter[str]()
+    blocks = {plan.block for plan in placed.values()}  # the TOML's order may have changed since
     gpu_taken = Counter[str]()  # not of `placed`: what NVML calls free is already without it
     field, holders = _look_over(config, facts), dict[str, int]()
     result: dict[str, ModelPlan | PlanError] = {}
@@ -2119,7 +2159,9 @@ def plan_all(
             error.hint += f"; memory is already given to {given}" if given else ""
             result[model.name] = error
             continue
-        result[model.name] = plan
+        free = [block for block in (plan.block, *range(len(config.models))) if block not in blocks]
+        result[model.name] = plan = replace(plan, block=(*free, plan.block)[0])
+        blocks.add(plan.block)
         if model.autostart:
             take(plan)
             graph = model_costs(plan.shape, plan.context).graph_bytes + GPU_BASE_BYTES
@@ -3362,6 +3404,10 @@ class Surveyor:
             self._roots[paths[0]] = (self._content(paths[0]), "")
         self._checked = 0.0
 
+    def reload(self, config: Config) -> None:
+        """Look at everything again, by another configuration."""
+        self._config, self._node, self._known, self._checked = config, config.node(self._facts.name), {}, 0.0
+
     def survey(self, *, own_bytes: int) -> NodeFacts:
         """The facts now. Memory is reported in steps, so that facts change only when something did."""
         now, memory, last = time.monotonic(), probe_memory(), self._facts.memory.available_bytes
@@ -3371,7 +3417,8 @@ class Surveyor:
             memory = replace(memory, available_bytes=last)
         own_bytes, speed = own_bytes // (64 * MIB) * (64 * MIB), self._speed or SpeedFacts()
         self._facts = replace(self._facts, memory=memory, own_bytes=own_bytes, speed=speed)
-        return replace(self._facts, models=tuple(map(self._with_root, self._facts.models)))
+        models = tuple(map(self._with_root, self._facts.models))
+        return replace(self._facts, models=models, config_hash=self._config.hash)
 
     def _look(self) -> NodeFacts:
         addresses, left_out = local_addresses(self._config.cluster.interfaces)
@@ -6405,6 +6452,7 @@ class RankRun:
     plan: ModelPlan
     rank: int
     wiring: RankWiring
+    started_as: ModelConfig  # its [[models]] entry then
     phase: str = "prepared"
     engine: EngineProcess | None = None
     log: CappedLog | None = None
@@ -6639,7 +6687,7 @@ class RankHost:
             expect = from_json(Expected, body.get("expect") or {}, "expect")
             await self._prepare(from_json(ModelPlan, body.get("plan"), "plan"), generation, proposer, expect)
             return {}
-        model = self._box.model(body["model"]).name
+        model = str(body["model"])
         if verb == "fetch":
             return to_json(self._library.fetch(self._box.model(model), body.get("root"), round_=generation).view())
         if verb == "release":
@@ -6655,7 +6703,7 @@ class RankHost:
 
     def get(self, model: str, generation: str) -> RankRun:
         """The run that a message is about. Raises PlanError for an old generation."""
-        run = self.runs.get(self._box.model(model).name)
+        run = self.runs.get(model)
         if run is None or run.lease.generation != generation:
             raise PlanError(f"no rank under generation {generation} here", where=f"model {model}")
         return run
@@ -6663,6 +6711,9 @@ class RankHost:
     async def _prepare(self, plan: ModelPlan, generation: str, proposer: str, expect: Expected) -> None:
         """Grant the lease for this node's rank after checking what only this node can check."""
         name, box = plan.model, self._box
+        mine, held = plan.rank_of(box.name), self.runs.get(name)
+        if mine is None and box.config.model(name) is None:
+            return  # its TOML is not as new as the proposer's
         model = box.model(name)
         numbered = [rank.rank for rank in plan.ranks] == [*range(plan.world)]
         layers = sum(rank.layers for rank in plan.ranks)
@@ -6673,7 +6724,6 @@ class RankHost:
         lend = functools.partial(grant, model=name, proposer=proposer, generation=generation, now=time.monotonic())
         claim = self._claims.get(name)
         self._claims[name] = lend(claim if claim and claim.proposer != proposer else None)
-        mine, held = plan.rank_of(box.name), self.runs.get(name)
         if mine is None:  # a consent: nobody else will be granted this model while the ring forms
             if held and held.ending is None and held.lease.proposer != proposer:
                 raise PlanError(f"{box.name} is in a ring of {held.lease.proposer}", where=f"model {name}")
@@ -6690,7 +6740,7 @@ class RankHost:
         path = copy.path or os.path.join(box.config.folder, model.path)
         ports, engine = box.settings.ports, box.settings.engine
         wiring = wire_rank(plan, mine.rank, ports=ports, engine=engine, model=model, path=path)
-        self.runs[name] = RankRun(lease=lend(None), plan=plan, rank=mine.rank, wiring=wiring)
+        self.runs[name] = RankRun(lease=lend(None), plan=plan, rank=mine.rank, wiring=wiring, started_as=model)
 
     async def _launch(self, run: RankRun) -> None:
         """Start the engine, and its wires as the far ranks come up; once, however often it is asked for."""
@@ -6932,15 +6982,25 @@ class Rings:
 
     def __init__(self, box: Box, host: RankHost, peers: Peers, on_change: Callable[[], None]) -> None:
         self.rings: dict[str, Ring] = {}
-        for model in box.config.models:
-            ring = Ring(model=model.name, since=box.started)
-            off = replace(ring, wanted=False, phase=Phase.STOPPED, reason="autostart is off")
-            self.rings[model.name] = ring if model.autostart else off
-        self.traffic = {model: Traffic() for model in self.rings}
+        self.traffic: dict[str, Traffic] = {}
         self.pauses: dict[str, float | None] = {}  # see Pulse, by model: kept from ring to ring
         self.ranks: dict[str, dict[str, RankView]] = {}  # what the ranks of a ring said last, by model and node
         self._box, self._host, self._peers, self._on_change = box, host, peers, on_change
-        self._tasks: dict[str, set[asyncio.Task[None]]] = {model: set() for model in self.rings}
+        self._tasks: dict[str, set[asyncio.Task[None]]] = {}
+        self.follow()
+
+    def follow(self) -> None:
+        """Have a ring for each model of the configuration; those of others end, and are forgotten."""
+        models = {model.name: model for model in self._box.config.models}
+        for name in [name for name in self.rings if name not in models]:
+            self.post(name, Event(kind="unwant"))
+            if self.rings[name].phase == Phase.STOPPED:
+                del self.rings[name]
+        for name in [name for name in models if name not in self.rings]:
+            ring = Ring(model=name, since=time.monotonic())
+            off = replace(ring, wanted=False, phase=Phase.STOPPED, reason="autostart is off")
+            self.rings[name] = ring if models[name].autostart else off
+            self.traffic[name], self._tasks[name] = Traffic(), set()
 
     def post(self, model: str, event: Event) -> None:
         """Take one event in; its effects run as tasks."""
@@ -7047,7 +7107,7 @@ class Rings:
         run, where = self._host.get(model, effect.generation), f"model {model}"
         assert run.session is not None
         path, body = "/v1/chat/completions", {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 1}
-        if self._box.model(model).embeddings:
+        if run.started_as.embeddings:
             path, body = "/v1/embeddings", {"input": "Hi"}
         try:
             async with run.session.post(f"http://engine{path}", json=body) as reply:
@@ -7230,6 +7290,7 @@ class Node:
         self.box = box = Box(config, name, folder, self.surveyor.survey(own_bytes=0))
         self.stop = box.stop
         self.warnings: dict[str, str] = {}
+        self.followers: list[Callable[[Config], None]] = []  # told of a changed configuration; may refuse it
         self.desired: dict[str, tuple[int, str, bool]] = {}  # model -> (counter, node that said it, wanted)
         self.mesh = Mesh(keys=keys, open_service=self._open_service)
         self.peers = Peers(box, self.mesh, self._hints, self._on_state)
@@ -7312,6 +7373,30 @@ class Node:
         if said[:2] > self.desired.get(model, (0, ""))[:2]:
             self.desired[model] = said
             self.rings.post(model, Event(kind="want" if said[2] else "unwant"))
+
+    def reload(self, read: Callable[[], Config]) -> None:
+        """Take over what the TOML says now, without touching rings that serve. One with mistakes changes nothing."""
+        old, name = self.box.config, self.box.name
+        try:
+            config, fixed = reloaded(old, read(), name)
+            for follow in self.followers:
+                follow(config)
+        except ShardboxError as error:
+            log.error("%s is not taken over: %s", old.file, error)
+            self.warnings["reload"] = f"{old.file} was changed, but is not taken over: {str(error).splitlines()[0]}"
+            return
+        self.box.config, self.box.settings = config, config.node(name)
+        self.surveyor.reload(config)
+        self._plans_key = ""
+        self.rings.follow()
+        for model in config.models:
+            if model.autostart and model.name not in self.desired and not self.rings.rings[model.name].wanted:
+                self.rings.post(model.name, Event(kind="want"))
+        self.warnings.pop("reload", None)
+        log.info("%s is taken over", old.file)
+        if fixed:
+            self.warnings["reload"] = f"{old.file} was changed: {', '.join(fixed)} needs a restart of this node"
+            log.warning("%s", self.warnings["reload"])
 
     def _tell_news(self) -> None:
         """A ring changed its phase: the others should not learn it only at their next question."""
@@ -7406,7 +7491,8 @@ class Node:
     def tick_rings(self) -> None:
         """Let time pass for every ring, and propose where this node leads."""
         now = time.monotonic()
-        for name, ring in self.rings.rings.items():
+        self.rings.follow()
+        for name, ring in list(self.rings.rings.items()):
             traffic = self.rings.traffic[name]
             traffic.unanswered_since = traffic.unanswered_since or now
             if ring.phase == Phase.SERVING or not ring.wanted:
@@ -7419,9 +7505,9 @@ class Node:
                 own = precedence(ring.phase, ring.plan.world, ring.plan.leader)
                 if precedence(rival.phase, rival.world, rival.leader) < own:
                     self.rings.post(name, Event(kind="yield", reason=f"{rival.leader} leads it too, and goes first"))
-            if ring.phase == Phase.SERVING and ring.plan:
+            if ring.phase == Phase.SERVING and ring.plan and self.box.config.model(name):
                 self._improve(name, ring, ring.plan, now)
-            if ring.phase == Phase.WAITING and ring.wanted:
+            if ring.phase == Phase.WAITING and ring.wanted and self.box.config.model(name):
                 plan = self.plans()[name]
                 reason = self._obstacle(self.box.model(name), plan, now)
                 offer = plan if not reason and isinstance(plan, ModelPlan) else None
@@ -7745,16 +7831,20 @@ def all_copies(node: Node) -> tuple[CopyView, ...]:
 
 def snapshot(node: Node) -> Snapshot:
     """Everything that `status` shows."""
-    box, peers = node.box, peer_views(node)
+    box, peers, api = node.box, peer_views(node), api_url(node.box.config, node.box.settings)
     held = {name: traffic.held for name, traffic in node.rings.traffic.items()}
     models = tuple(replace(best_view(node, model.name), held=held[model.name]) for model in box.config.models)
     differing = [view.name for view in peers if view.config_hash and view.config_hash != box.config.hash]
     ranks = [rank for view in models for rank in view.ranks if rank.isolation_problem]
+    started = {name: run.started_as for name, run in node.host.runs.items() if run.rank == 0}
+    changed = [m.name for m in box.config.models if m.name in started and as_started(m) != as_started(started[m.name])]
     opened = sorted({f"{rank.node}: {rank.isolation_problem}" for rank in ranks})
     warnings = [
         *node.warnings.values(),
+        *([f"anybody who reaches {api} can use it: set [api] keys_file"] if box.config.api.open else []),
         *([f"shardbox.toml differs on {', '.join(differing)}"] if differing else []),
         *(f"the engine's ports are open on {text}" for text in opened),
+        *(f"{name} was changed in shardbox.toml: `stop` and `start` apply it" for name in changed),
         *node.exposures(),
     ]
     return Snapshot(
@@ -7764,7 +7854,7 @@ def snapshot(node: Node) -> Snapshot:
         engine_kind=box.config.engine.kind,
         demo=node.demo,
         seconds_up=time.monotonic() - box.started,
-        api=api_url(box.config, box.settings),
+        api=api,
         peers=tuple(peers),
         models=models,
         warnings=tuple(warnings),
@@ -7962,8 +8052,8 @@ class PeerService:
     async def trouble(self, request: web.Request) -> Any:
         """A rank of a ring that this node leads is broken, or its node goes."""
         data = await message(request, "model", "generation", "reason")
-        ring = self._node.rings.rings[self._node.box.model(data["model"]).name]
-        if ring.plan and ring.plan.rank_of(self._caller(request)):
+        ring = self._node.rings.rings.get(data["model"])
+        if ring and ring.plan and ring.plan.rank_of(self._caller(request)):
             kind, reason = "leaving" if data.get("leaving") else "trouble", printable(data["reason"])[:1000]
             grace_s = self._node.box.config.api.drain_s
             event = Event(kind=kind, generation=data["generation"] or "-", reason=reason, grace_s=grace_s)
@@ -8211,7 +8301,9 @@ class Endpoint:
 
     def __init__(self, node: Node) -> None:
         self._node = node
-        self._keys = read_api_keys(node.box.config)
+        self._keys: list[bytes] = []
+        self.follow(node.box.config)
+        node.followers.append(self.follow)
         self.silent: dict[int, asyncio.TimerHandle] = {}  # connection -> when it is closed if it asks nothing
 
     def app(self) -> web.Application:
@@ -8243,6 +8335,10 @@ class Endpoint:
             log.exception("bug in %s %s", request.method, request.path)
             error = ApiError(500, "a bug in shardbox: its log has the traceback")
         return error.response()
+
+    def follow(self, config: Config) -> None:
+        """Read the keys again. Raises UsageError."""
+        self._keys = read_api_keys(config)
 
     def _check_key(self, request: web.Request) -> None:
         if self._keys and request.path != "/health":
@@ -8470,7 +8566,7 @@ async def answer_model(
         raise not_ready(node, model.name)
     traffic.in_flight += 1
     try:
-        if model.embeddings:  # they have no stream: passed through as they are
+        if run.started_as.embeddings:  # they have no stream: passed through as they are
             async with run.session.post("http://engine/v1/embeddings", json=body) as reply:
                 return web.Response(body=await reply.read(), status=reply.status, content_type="application/json")
         target = "/completion" if path == "/v1/completions" else path
@@ -8481,7 +8577,7 @@ async def answer_model(
                 raise EngineError("the engine sent nothing")
             if "error" in first:
                 raise engine_refusal(reply.status, first)
-            answer = Answer(path == "/v1/chat/completions", run.plan, model.slots, traffic)
+            answer = Answer(path == "/v1/chat/completions", run.plan, run.started_as.slots, traffic)
             if body.get("stream"):
                 headers = {"Content-Type": "text/event-stream", "Cache-Control": "no-cache"}
                 response = web.StreamResponse(headers=headers)
@@ -9117,12 +9213,11 @@ async def _run_node(config: Config, name: str, folder: str, keys: MeshKeys, spaw
 
     for signum in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(signum, on_signal)
-    loop.add_signal_handler(signal.SIGHUP, lambda: log.warning("SIGHUP: restart to apply a changed TOML"))
+    loop.add_signal_handler(signal.SIGHUP, node.reload, functools.partial(load_config, config.file))
     api = api_url(config, config.node(name))
     log.info("node %s of cluster %s, endpoint %s", name, config.cluster.name, api)
-    if config.api.bind not in ("127.0.0.1", "localhost") and not config.api.keys_file:
-        node.warnings["keys"] = f"anybody who reaches {api} can use it: set [api] keys_file"
-        log.warning("%s", node.warnings["keys"])
+    if config.api.open:
+        log.warning("anybody who reaches %s can use it: set [api] keys_file", api)
     if node.facts.isolation and config.node(name).engine.isolate == "auto" and sys.platform == "linux":
         log.warning("engines cannot be closed in, their ports are open: %s", node.facts.isolation)
     await node.run(start_services)
