@@ -54,20 +54,20 @@ class Lazy:
     def __init__(self, name: str, make: Callable[[], Any]) -> None:
         self._name, self._make = name, make
 
-    def load(self) -> Any:
+    def make_now(self) -> Any:
         """The real one, which takes the place of this."""
         made = globals()[self._name] = self._make()
         return made
 
     def __getattr__(self, attribute: str) -> Any:
-        return getattr(self.load(), attribute)
+        return getattr(self.make_now(), attribute)
 
 
 def load_all() -> None:
     """Import everything now: whoever runs for weeks, or forks, does not depend on files that may vanish."""
     for value in list(globals().values()):
         if isinstance(value, Lazy):
-            value.load()
+            value.make_now()
 
 
 TYPE_CHECKING = False
@@ -218,6 +218,10 @@ class GgufError(ShardboxError):
 
 class PlanError(ShardboxError):
     """The model cannot be placed on the nodes that are there."""
+
+
+class StallError(ShardboxError):
+    """A ring that is asked shows no sign of life."""
 
 
 class MeshError(ShardboxError):
@@ -408,6 +412,8 @@ class EngineConfig:
     env: dict[str, str] = field(default_factory=dict)
     threads: int = 0
     isolate: str = "auto"
+    stall_min_s: float = 10.0  # a ring that is asked, but shows no sign of life, hangs after a time between these two
+    stall_max_s: float = 30.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -760,7 +766,13 @@ _FILE = _table({
         "tls_key": _line,
         "hold_s": _number(0, 3600, kind=float),
     }),
-    "engine": _table({"kind": _kind, "isolate": _isolate, **_NODE_ENGINE}),
+    "engine": _table({
+        "kind": _kind,
+        "isolate": _isolate,
+        "stall_min_s": _number(5, 3600, kind=float),
+        "stall_max_s": _number(5, 3600, kind=float),
+        **_NODE_ENGINE,
+    }),
     "nodes": _list(_table({
         "name": _name,
         "address": _address,
@@ -816,6 +828,9 @@ def _check_cluster(config: Config, root: _Place) -> None:
             secret.add("given beside secret_file", "keep one of the two")
         elif not cluster.secret and not cluster.secret_file:
             secret_file.add("missing, and no secret either", "`shardbox secret` makes one; every box needs the same")
+    stall, low, high = root.at("engine", "stall_max_s"), config.engine.stall_min_s, config.engine.stall_max_s
+    if low > high and stall.clean() and root.at("engine", "stall_min_s").clean():
+        stall.add(f"{high:g} is less than stall_min_s, {low:g}")
     if cluster.discovery == "static":
         if not config.nodes and root.at("nodes").clean():
             root.at("cluster", "discovery").add('"static" needs [[nodes]] with an address each')
@@ -1912,7 +1927,7 @@ PROBE_TIMEOUT_S = 120.0  # bounds the one-token answer that makes a ring ready
 LOAD_BASE_S, LOAD_BYTES_PER_S = 120.0, 40e6  # start deadline: a slow disk reads 40 MB/s
 BACKOFF_BASE_S, BACKOFF_CAP_S = 1.0, 16.0  # pause before a ring forms again, doubled at each failure
 QUICK_FAILURES = 6  # this many in a row, and the model is `failed` until an operator starts it
-STEADY_S = 120.0  # a ring that served this long has proved itself: failures count from zero again
+STEADY_S = 60.0  # a ring that served this long has proved itself: failures count from zero again
 RESTART_MEMORY_S = 900.0  # how long `status` warns of a restart
 
 
@@ -1951,6 +1966,7 @@ class Ring:
     restarts: tuple[float, ...] = ()
     served_since: float = 0.0
     last_trouble: str = ""
+    stalled: bool = False  # it hung, and has not answered since
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -2028,18 +2044,19 @@ def _on_loaded(ring: Ring, event: Event, now: float) -> _Step:
 
 
 def _on_answered(ring: Ring, event: Event, now: float) -> _Step:
-    return _move(ring, now, Phase.SERVING, "", served_since=now), ()
+    return _move(ring, now, Phase.SERVING, "", served_since=now, stalled=False), ()
 
 
 def _on_trouble(ring: Ring, event: Event, now: float) -> _Step:
     """Anything that breaks the ring: all of it stops."""
     serving, whole = ring.phase == Phase.SERVING, ring.phase in Phase.WHOLE
     failures = 1 if serving and now - ring.served_since >= STEADY_S else ring.failures + 1
-    no_engine_yet = ring.phase in (Phase.COPYING, Phase.PREPARING)
-    if no_engine_yet or event.kind != "trouble":  # none is to blame: it is never given up
+    blameless = ring.phase in (Phase.COPYING, Phase.PREPARING) or event.kind in ("refused", "lost", "leaving")
+    if blameless:  # no engine is to blame: it is never given up
         failures = min(failures, QUICK_FAILURES - 1)
     restarts = (*ring.restarts, now) if serving else ring.restarts
-    ring = replace(ring, last_trouble=event.reason, failures=failures, restarts=restarts)
+    stalled = ring.stalled or event.kind == "stalled"
+    ring = replace(ring, last_trouble=event.reason, failures=failures, restarts=restarts, stalled=stalled)
     ring = _move(ring, now, Phase.STOPPING, event.reason)
     return _act(ring, "teardown", reason=event.reason, orderly=whole and event.kind == "leaving")
 
@@ -2064,10 +2081,10 @@ def _on_stopped(ring: Ring, event: Event, now: float) -> _Step:
 
 
 def _on_want(ring: Ring, event: Event, now: float) -> _Step:
-    """The operator's start: from stopped or failed, everything is tried afresh."""
-    ring = replace(ring, wanted=True, failures=0 if ring.phase == Phase.STOPPING else ring.failures)
+    """The operator's start: everything is tried afresh."""
+    ring = replace(ring, wanted=True, failures=0)
     if ring.phase in (Phase.STOPPED, Phase.FAILED, Phase.BACKOFF):
-        ring = _move(ring, now, Phase.WAITING, "starting", failures=0)
+        ring = _move(ring, now, Phase.WAITING, "starting")
     return ring, ()
 
 
@@ -2099,7 +2116,7 @@ _STEPS: dict[str, tuple[frozenset[str], Callable[[Ring, Event, float], _Step]]] 
     "granted": (frozenset({Phase.PREPARING}), _on_granted),
     "loaded": (frozenset({Phase.LOADING}), _on_loaded),
     "answered": (frozenset({Phase.PROBING}), _on_answered),
-    **dict.fromkeys(("trouble", "refused", "lost", "leaving"), (Phase.ACTIVE, _on_trouble)),
+    **dict.fromkeys(("trouble", "stalled", "refused", "lost", "leaving"), (Phase.ACTIVE, _on_trouble)),
     "yield": (Phase.ACTIVE, _on_yield),
     "stopped": (frozenset({Phase.STOPPING}), _on_stopped),
     "want": (Phase.ALL, _on_want),
@@ -2134,6 +2151,39 @@ def grant(held: Lease | None, *, model: str, proposer: str, generation: str, now
     if held and held.expires > now and (held.proposer, held.generation) != (proposer, generation):
         raise PlanError(f"its lease belongs to {held.proposer} (generation {held.generation})", where=f"model {model}")
     return Lease(model=model, proposer=proposer, generation=generation, expires=now + LEASE_S)
+
+
+WATCH_S = 1.0  # between two looks at a ring's ranks
+LOOK_GAP_S = 6.0  # more between two looks, and it was the watcher that slept: a suspended box saw nothing
+PAUSES = 4.0  # a ring hangs when it is quiet for so many times the longest pause that it has made lately
+PAUSE_DECAY = 0.95  # of that pause, at each sign of life
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pulse:
+    """How a ring that is asked shows signs of life (see sign_of_life), to one who looks every WATCH_S. Seconds."""
+
+    sign: str = ""  # "": not looked yet
+    looked_at: float = 0.0
+    quiet_s: float = 0.0  # since the sign changed
+    pause_s: float | None = None  # the longest quiet lately that ended by itself; None: none yet
+
+    def seen(self, sign: str, now: float, *, asked: bool) -> Pulse:
+        """After another look. `asked`: the ring has something to do."""
+        quiet_s = self.quiet_s + min(LOOK_GAP_S, now - self.looked_at)
+        if not asked or not self.sign:
+            return replace(self, sign=sign, looked_at=now, quiet_s=0.0)
+        if sign == self.sign:
+            return replace(self, looked_at=now, quiet_s=quiet_s)
+        return Pulse(sign=sign, looked_at=now, pause_s=max(quiet_s, PAUSE_DECAY * (self.pause_s or 0.0)))
+
+    def stall_s(self, low_s: float, high_s: float) -> float:
+        """How long the ring may be quiet; `high_s` while its pace is not known."""
+        return high_s if self.pause_s is None else min(high_s, max(low_s, PAUSES * self.pause_s))
+
+    def hangs(self, stall_s: float) -> bool:
+        """Whether it has been quiet for so long. Looks come up to WATCH_S late, at the begin of the quiet and now."""
+        return self.quiet_s > stall_s - 2 * WATCH_S
 
 
 HELD_TRIES = 3  # rings that may break under one request: more, and it may be what breaks them
@@ -2209,8 +2259,9 @@ class ModelView:
     world: int = 0
     alive: int = 0  # ranks whose engine runs
     seconds: float = 0.0  # in this phase
-    overdue: bool = False  # it has been without an answer for longer than a start may take
+    overdue: bool = False  # without an answer for longer than a start may take, or since it hung
     restarts: int = 0  # in RESTART_MEMORY_S
+    failures: int = 0  # in a row
     in_flight: int = 0
     held: int = 0  # requests that wait at this node for the ring to form again
     tokens_per_s: float = 0.0  # of the last answers
@@ -2834,6 +2885,18 @@ class Surveyor:
             if len(found) == len(parts) and root_hash([(size, hashes) for _, size, hashes in found]) == root:
                 return found
         return []
+
+    def reread(self, model: ModelConfig) -> dict[str, str]:
+        """The content hash of a model here before, and now that every byte is read again; a problem in words."""
+        found = find_model(model.path, folder=self._config.folder, dirs=self._node.model_dirs)
+        if not found:
+            return {"problem": "not here"}
+        before, _ = self._roots.get(found, ("", ""))
+        for part in part_paths(found):
+            self._cache.forget(part)
+        self._hash([(found, model.sha256)])
+        root, problem = self._roots[found]
+        return {"path": found, "before": before, "root": root, "problem": problem}
 
     def landed(self, paths: Sequence[str], hashes: Sequence[Sequence[str]]) -> None:
         """Files have come in whole: they are not read again, but looked at at the next survey. Raises OSError."""
@@ -4050,6 +4113,11 @@ class Landing:
         self._settled: set[int] = set()  # files that stood there already, right and whole
 
     @property
+    def own(self) -> list[str]:
+        """The paths that this puts there."""
+        return [path for number, path in enumerate(self.paths) if number not in self._settled]
+
+    @property
     def missing(self) -> int:
         """A bitmap."""
         return ~self.held & ((1 << len(self.chunks)) - 1)
@@ -4210,6 +4278,42 @@ class Landing:
         self.files = []
 
 
+def read_ledger(folder: str) -> dict[str, list[int]]:
+    """What shardbox itself has put on this box: path -> size, mtime and inode when it was whole, [] of a draft."""
+    with contextlib.suppress(OSError, ValueError), open(os.path.join(folder, "copied.json"), "rb") as file:
+        data = json.load(file)
+        return {str(path): list(entry) for path, entry in data.items()} if isinstance(data, dict) else {}
+    return {}
+
+
+def note_in_ledger(folder: str, paths: Iterable[str]) -> None:
+    """Remember these files as put here by shardbox, and forget what is gone. Raises OSError."""
+    ledger = {**read_ledger(folder), **{path: [] for path in paths}}
+    for path in [path for path in ledger if not path.endswith(".part")]:
+        with contextlib.suppress(OSError):
+            ledger[path] = ledger[path] or list(file_signature(path)[1:])
+    kept = {path: entry for path, entry in ledger.items() if os.path.lexists(path)}
+    write_atomic(os.path.join(folder, "copied.json"), json.dumps(kept).encode())
+
+
+def to_prune(folder: str, config: Config, dirs: Sequence[str]) -> list[str]:
+    """Files that shardbox put here, that are as it left them, and that belong to no model of the TOML any more."""
+    named = set()
+    for model in config.models:
+        whole = find_model(model.path, folder=config.folder, dirs=dirs)
+        for place in (whole, os.path.join(config.folder, os.path.expanduser(model.path))):
+            named |= {os.path.realpath(part) for part in part_paths(place)} if place else set()
+    named |= {f"{path}.part" for path in named}
+    return [
+        path
+        for path, entry in sorted(read_ledger(folder).items())
+        if os.path.realpath(path) not in named
+        and os.path.isfile(path)
+        and not os.path.islink(path)
+        and (path.endswith(".part") or entry == list(file_signature(path)[1:]))
+    ]
+
+
 class Giver:
     """Hands out the chunks of one content that this node holds, whole or while they still come in."""
 
@@ -4288,6 +4392,7 @@ class Copy:
         self._received = 0  # bytes, also of chunks that are not whole yet
         self._benched: dict[str, tuple[float, str]] = {}  # giver -> until when, and why
         self._streams: dict[threading.Thread, str] = {}
+        self._open: set[socket.socket] = set()
         self._rates: collections.deque[tuple[float, int]] = collections.deque(maxlen=11)
         self._fault: OSError | None = None  # of this box's disk
 
@@ -4304,6 +4409,8 @@ class Copy:
             self.hint = "make room: what has landed is kept" if full else "check that disk"
         finally:
             self._stop.set()
+            for sock in list(self._open):
+                _wake(sock)
             for thread in list(self._streams):
                 thread.join(SILENT_S)
             if self.landing is not None:
@@ -4404,6 +4511,7 @@ class Copy:
         try:
             with contextlib.closing(self._connect(name)) as sock:
                 sock.settimeout(SILENT_S)
+                self._open.add(sock)
                 while landing.missing and not self._stop.is_set():
                     wanted = self._wanted(landing)
                     if not wanted:
@@ -4420,6 +4528,8 @@ class Copy:
         except (ShardboxError, OSError) as error:
             if not self._stop.is_set() and landing.missing:
                 self._bench(name, error)
+        finally:
+            self._open = {sock for sock in list(self._open) if sock.fileno() >= 0}
 
     def _wanted(self, landing: Landing) -> int:
         """A bitmap: what nobody is sending; once that is nothing, what has been on its way for long."""
@@ -5356,10 +5466,10 @@ LOST_S = 7.0  # a peer silent for longer is lost: three questions unanswered
 SETTLE_S = 3.0  # without [[nodes]]: how long nobody new must have come before a ring forms (mDNS takes 1.2 s)
 RING_STOP_S = 6.0  # after the leader's SIGTERM a whole ring is gone in about 3 s (measured)
 TERM_S = 2.0  # from SIGTERM to SIGKILL
-STALL_S = 30.0  # a request in flight, nothing moves and nobody computes for so long: the ring hangs
 WIRE_GRACE_S = 0.5  # from a broken wire to the alarm: the engine whose end broke it can say more
-WATCH_S = 1.0  # between two looks at a ring's ranks
+UNHEARD_S = 3.0  # a peer silent for so long is not waited for when a ring is torn down
 KNOCK_S = 5.0  # between two tries to reach engines that are not closed in, and for each of them
+MAX_DOORS = 96  # ports that are tried: of a whole ring
 TWIN_HINT = "give this one another name: --node NAME, SHARDBOX_NODE or its hostname"
 Target = tuple[str, str, int]  # node, address, port
 
@@ -5515,6 +5625,11 @@ class Peers:
         """Peers that answered within LOST_S."""
         now = time.monotonic()
         return [peer for peer in list(self.known.values()) if peer.facts and now - peer.last_seen <= LOST_S]
+
+    def silent_s(self, name: str) -> float:
+        """Since when a node that was heard has not been."""
+        peer = self.known.get(name)
+        return time.monotonic() - peer.last_seen if peer and peer.last_seen else 0.0
 
     def target(self, name: str) -> Target:
         """Where to reach a node now. Raises MeshError where it never answered."""
@@ -5751,14 +5866,36 @@ class Library:
         keep_task(box.tasks, self._run(copy))
         return copy
 
+    def pull(self, model: ModelConfig, only: str, replace: bool) -> CopyView:
+        """Fetch a model as an operator asks, unless it is here. Raises FileError where no other box has it, or where
+        those who have it disagree."""
+        facts = [peer.facts for peer in self._peers.live() if peer.facts and peer.name != self._box.name]
+        copies = {node.name: node.model(model.name) for node in facts if only in ("", node.name)}
+        whole = {name: copy for name, copy in copies.items() if copy.root and not copy.problem}
+        where = f"model {model.name}"
+        if not whole:
+            found = "; ".join(f"{name}: {copy.problem or 'still reading it'}" for name, copy in copies.items())
+            raise FileError(f"no other box has a whole copy ({found or only or 'none is reached'})", where=where)
+        if len({copy.root for copy in whole.values()}) > 1 and model.leader not in whole:
+            held = ", ".join(f"{name} has {copy.root[:8]}" for name, copy in sorted(whole.items()))
+            raise FileError(f"the copies differ: {held}", where=where, hint="--from NODE, or `sha256` in the TOML")
+        wanted = whole[model.leader] if model.leader in whole else next(iter(whole.values()))
+        mine = self._box.facts.model(model.name)
+        if mine.root == wanted.root and not mine.problem:
+            size = mine.size_bytes
+            return CopyView(model=model.name, node=self._box.name, state="done", done_bytes=size, size_bytes=size)
+        return self.fetch(model, wanted.root, only=only, replace=replace).view()
+
     async def _run(self, copy: Copy) -> None:
         self._surveyor.receiving[copy.model] = copy.root
         log.info("copy of %s: begun", copy.model)
         running = asyncio.ensure_future(self._box.in_thread(copy.run))
         try:
-            said = 0.0
+            said, told = 0.0, False
             while not running.done():
-                if copy.landing is not None and not said:
+                if copy.landing is not None and not told:
+                    told = True
+                    note_in_ledger(self._box.folder, [f"{path}.part" for path in copy.landing.own])
                     await self._refresh()  # the others learn that they can have of it
                 if time.monotonic() - said > 10.0:
                     said = time.monotonic()
@@ -5766,6 +5903,7 @@ class Library:
                 await asyncio.wait({running}, timeout=0.5)
             await running
             if copy.landing is not None and copy.state == "landed":
+                note_in_ledger(self._box.folder, copy.landing.own)
                 hashes = [file.hashes for file in copy.landing.listing.files]
                 await self._box.in_thread(self._surveyor.landed, copy.landing.paths, hashes)
         finally:
@@ -5773,6 +5911,12 @@ class Library:
             await self._refresh()
             copy.state = "done" if copy.state == "landed" else "failed"
         log.info("copy of %s: %s", copy.model, copy.problem or "whole, and in place")
+
+    async def reread(self, model: ModelConfig) -> dict[str, str]:
+        """See Surveyor.reread."""
+        found = await self._box.in_thread(self._surveyor.reread, model)
+        await self._refresh()
+        return found
 
     def givers(self, root: str) -> list[str]:
         """Live nodes that have a content, those that have only some of it last. Any thread."""
@@ -6128,6 +6272,7 @@ class Rings:
             off = replace(ring, wanted=False, phase=Phase.STOPPED, reason="autostart is off")
             self.rings[model.name] = ring if model.autostart else off
         self.traffic = {model: Traffic() for model in self.rings}
+        self.pauses: dict[str, float | None] = {}  # see Pulse, by model: kept from ring to ring
         self.ranks: dict[str, dict[str, RankView]] = {}  # what the ranks of a ring said last, by model and node
         self._box, self._host, self._peers, self._on_change = box, host, peers, on_change
         self._tasks: dict[str, set[asyncio.Task[None]]] = {model: set() for model in self.rings}
@@ -6157,7 +6302,8 @@ class Rings:
                 await work(model, effect)
                 return
             except ShardboxError as error:
-                kind, reason = "lost" if isinstance(error, MeshError) else "trouble", str(error).replace("\n", "; ")
+                kinds = {MeshError: "lost", StallError: "stalled"}
+                kind, reason = kinds.get(type(error), "trouble"), str(error).replace("\n", "; ")
             except Exception as error:
                 log.exception("model %s: bug in %s", model, effect.kind)
                 kind, reason = "trouble", f"bug: {error!r}"
@@ -6249,9 +6395,11 @@ class Rings:
         self._done(effect, "answered")
 
     async def _teardown(self, model: str, effect: Effect) -> None:
-        """Leader first (it passes STOP round a whole ring), the others at the same time wait for that or are killed."""
+        """Leader first (it passes STOP round a whole ring), the others at the same time wait for that or are killed.
+        Who is silent is told once: its lease runs out, and the next generation keeps its engine out."""
         ranks, patience_s = effect.plan.ranks, RING_STOP_S + 3 * TERM_S
-        asked = [self._on_rank(rank.node, "release", effect, patience_s, orderly=effect.orderly) for rank in ranks]
+        told = {rank: 1.0 if self._peers.silent_s(rank.node) > UNHEARD_S else patience_s for rank in ranks}
+        asked = [self._on_rank(rank.node, "release", effect, told[rank], orderly=effect.orderly) for rank in ranks]
         for rank, result in zip(ranks, await asyncio.gather(*asked, return_exceptions=True), strict=True):
             if isinstance(result, ShardboxError):
                 log.info("model %s: could not tell %s to stop (%s); its lease runs out", model, rank.node, result.what)
@@ -6261,30 +6409,36 @@ class Rings:
         self._done(effect, "stopped", jitter=random.random())
 
     async def _watch(self, model: str, effect: Effect) -> None:
-        """Renew every lease, and see that every rank lives and, while a request runs, that something moves."""
+        """Renew every lease, and see that every rank lives and, while the ring has something to do, that it does."""
         views = self.ranks[model] = {}
-        traffic, silent_since = self.traffic[model], dict[str, float]()
-        moved_at, last_sign = time.monotonic(), ""
+        engine, traffic, heard = self._box.config.engine, self.traffic[model], dict[str, float]()
+        pace = Pulse(pause_s=self.pauses.get(model))
         while True:
-            await asyncio.gather(*(self._look(rank, effect, silent_since) for rank in effect.plan.ranks))
+            await asyncio.gather(*(self._look(rank, effect, heard) for rank in effect.plan.ranks))
+            serving = self.rings[model].phase == Phase.SERVING
             sign = f"{sign_of_life([*views.values()])}/{traffic.answered_at}"
-            if sign != last_sign or not traffic.in_flight or self.rings[model].phase != Phase.SERVING:
-                moved_at, last_sign = time.monotonic(), sign
-            if time.monotonic() - moved_at > STALL_S:
-                what = "stalled: a request is in flight, but nothing moved and no rank computed"
-                raise EngineError(f"{what} for {STALL_S:.0f} s")
+            pace = pace.seen(sign, time.monotonic(), asked=not serving or traffic.in_flight > 0)
+            if serving:  # how long it pauses while it loads says nothing about answers
+                self.pauses[model] = pace.pause_s
+            stall_s = pace.stall_s(engine.stall_min_s if serving else engine.stall_max_s, engine.stall_max_s)
+            if pace.hangs(stall_s):
+                doing = "a request is in flight" if serving else self.lagging(model)
+                raise StallError(f"stalled: {doing}, but nothing moved, no rank computed or read for {stall_s:.0f} s")
             await asyncio.sleep(WATCH_S)
 
-    async def _look(self, rank: RankPlan, effect: Effect, silent_since: dict[str, float]) -> None:
-        """One rank's view, renewing its lease. Raises ShardboxError when the rank is lost or has ended."""
+    async def _look(self, rank: RankPlan, effect: Effect, heard: dict[str, float]) -> None:
+        """One rank's view, renewing its lease. Raises ShardboxError when the rank is lost or has ended. `heard`: when
+        each node answered last."""
         now, name = time.monotonic(), f"rank {rank.rank} ({rank.node})"
+        left_s = heard.setdefault(rank.node, now) + LOST_S - now
         try:
-            view = from_json(RankView, await self._on_rank(rank.node, "lease", effect, CALL_TIMEOUT_S))
+            answer = await self._on_rank(rank.node, "lease", effect, min(CALL_TIMEOUT_S, max(1.0, left_s)))
+            view = from_json(RankView, answer)
         except MeshError as error:
-            if error.kind == "refused" or now - silent_since.setdefault(rank.node, now) > LOST_S:
+            if error.kind == "refused" or time.monotonic() - heard[rank.node] >= LOST_S:
                 raise MeshError(f"{name} is lost: {error.what}") from None
             return
-        silent_since.pop(rank.node, None)
+        heard[rank.node] = time.monotonic()
         self.ranks[effect.plan.model][rank.node] = view
         if view.phase == "exited" and view.exit_code != 0:
             raise EngineError(f"{name}: {view.problem or f'exit {view.exit_code}'}")
@@ -6383,7 +6537,7 @@ class Node:
         self.peers = Peers(box, self.mesh, self._hints, self._on_state)
         port, machine = box.settings.ports.mesh, box.facts.machine
         self.discovery = Discovery(config.cluster.name, name, machine, port, self.peers.refresh)
-        self.library = Library(box, self.mesh, self.peers, self.surveyor, self._refresh, self._is_answering)
+        self.library = Library(box, self.mesh, self.peers, self.surveyor, self.refresh, self._is_answering)
         self.host = RankHost(box, spawner, self.peers, self.library, self._on_trouble)
         self.rings = Rings(box, self.host, self.peers, self._tell_news)
         self.control: Any = None  # makes a protocol for a peer's connection; set by start_services()
@@ -6471,15 +6625,17 @@ class Node:
         """Try, as a stranger would, what engines of other boxes listen on that are not closed in."""
         views = [view for ranks in self.rings.ranks.values() for view in ranks.values()]
         views += [view for peer in self.peers.live() for model in peer.models for view in model.ranks]
-        doors = sorted({(view.node, port) for view in views for port in view.open_ports})
+        doors = sorted({(view.node, port) for view in views for port in view.open_ports})[:MAX_DOORS]
 
         async def is_open(node: str, port: int) -> bool:
             try:
-                address = self.peers.target(node)[1]
-                with await self.box.in_thread(socket.create_connection, (address, port), KNOCK_S) as sock:
-                    return bool(sock.getsockname()[0] != sock.getpeername()[0])  # else it is on this very box
+                dial = self._loop.create_connection(asyncio.Protocol, self.peers.target(node)[1], port)
+                transport, _ = await asyncio.wait_for(dial, KNOCK_S)
             except (OSError, MeshError):
                 return False
+            ours, theirs = (transport.get_extra_info(end)[0] for end in ("sockname", "peername"))
+            transport.close()
+            return bool(ours != theirs)  # else it is on this very box
 
         opened = await asyncio.gather(*(is_open(*door) for door in doors))
         found = [door for door, is_reached in zip(doors, opened, strict=True) if is_reached]
@@ -6492,8 +6648,8 @@ class Node:
         told = {peer.name: peer.reached for peer in self.peers.live()} | {self.box.name: self.reached}
         ports: dict[str, set[int]] = {}
         for reached in told.values():
-            for node, some in reached.items():
-                ports.setdefault(node, set()).update(some)
+            for node in {*reached} & {self.box.name, *self.peers.known}:
+                ports.setdefault(node, set()).update(reached[node])
         return [
             f"engine ports {', '.join(map(str, sorted(some)))} of {node} can be reached from "
             f"{', '.join(sorted(name for name in told if told[name].get(node)))}: anybody there can corrupt answers"
@@ -6679,7 +6835,7 @@ class Node:
         async with self._surveying:
             self.box.facts = await self.box.in_thread(self.surveyor.survey, own_bytes=self.host.anon_bytes())
 
-    async def _refresh(self) -> None:
+    async def refresh(self) -> None:
         """Look again, and tell the others to."""
         await self._survey()
         self._tell_news()
@@ -6724,7 +6880,7 @@ def model_view(node: Node, name: str) -> ModelView:
         plan,
         alive=sum(view.exit_code == 0 or (view.exit_code is None and view.pid > 0) for view in views.values()),
         seconds=now - ring.since,
-        overdue=late or ring.phase == Phase.FAILED,
+        overdue=late or ring.stalled or ring.phase == Phase.FAILED,
         restarts=len(ring.restarts),
         ranks=tuple(views[rank.node] for rank in plan.ranks if rank.node in views) if plan else (),
     )
@@ -6841,6 +6997,7 @@ HOLD_POLL_S = 0.1  # between two looks for a ring that may answer a held request
 REQUEST_TIMEOUT_S = 10.0  # from a client's connection to its first whole request header
 BODY_TIMEOUT_S = 60.0  # for the body behind it
 MAX_MESSAGE_BYTES = 8 * MIB  # of an owner's request
+VERIFY_TIMEOUT_S = 6 * 3600.0  # for reading a whole model again
 API_PATHS = ("/v1/chat/completions", "/v1/completions", "/v1/embeddings")
 Handler: TypeAlias = "Callable[[web.Request], Awaitable[web.StreamResponse]]"
 Asked: TypeAlias = "Callable[[web.Request], Awaitable[Any]]"  # a handler of control: its result goes out as JSON
@@ -6961,7 +7118,7 @@ class PeerService:
 
     def app(self) -> web.Application:
         """The routes, all under /peer."""
-        gets, posts = (self.state, self.bound, self.pairs, self.logs), (self.trouble, self.news, self.down)
+        gets, posts = (self.state, self.bound, self.pairs, self.logs, self.verify), (self.trouble, self.news, self.down)
         counting = web.middleware(functools.partial(self.counting))
         app = service_app("/peer", MAX_BODY_BYTES, gets, posts, counting)
         for verb in ("fetch", "prepare", "launch", "lease", "release"):
@@ -7037,6 +7194,11 @@ class PeerService:
         """Whom this node reaches, for `check` on another."""
         return await self._node.reach_all()
 
+    async def verify(self, request: web.Request) -> Any:
+        """Read this box's copy of a model again, every byte."""
+        model = self._node.box.model(request.query.get("model", ""))
+        return await self._node.library.reread(model)
+
     async def logs(self, request: web.Request) -> Any:
         """The last lines of this node's engines."""
         return read_logs(self._node, *log_query(request))
@@ -7077,7 +7239,8 @@ class OwnerService:
     def app(self) -> web.Application:
         """The routes."""
         guard = web.middleware(functools.partial(self.guard))
-        gets, posts = (self.nodes, self.logs, self.check), (self.down, self.want)
+        gets = (self.nodes, self.logs, self.check, self.copies, self.verify)
+        posts = (self.down, self.want, self.pull)
         return service_app("", MAX_MESSAGE_BYTES, gets, posts, guard)
 
     async def guard(self, request: web.Request, handler: Handler) -> web.StreamResponse:
@@ -7109,6 +7272,33 @@ class OwnerService:
             raise MessageError("expected true or false", where="/want: wanted")
         self._node.want(model.name, data["wanted"])
         return {"model": model.name}
+
+    async def pull(self, request: web.Request) -> Any:
+        """Fetch a model, or all that the TOML names, to this box."""
+        node, data = self._node, await message(request, "model", "from")
+        config, only = node.box.config, data["from"]
+        models = [find_configured(config, data["model"])] if data["model"] else config.models
+        return [node.library.pull(model, only, data.get("replace") is True) for model in models]
+
+    async def copies(self, request: web.Request) -> Any:
+        """What is on its way to this box, or has come since it is up."""
+        return [copy.view() for copy in self._node.library.copies.values()]
+
+    async def verify(self, request: web.Request) -> Any:
+        """What every box finds when it reads its copy of a model again: all at once."""
+        node, model = self._node, find_configured(self._node.box.config, request.query.get("model", ""))
+        query = urllib.parse.urlencode({"model": model.name})
+
+        async def ask(name: str) -> dict[str, str]:
+            try:
+                call = node.peers.call(name, "GET", f"/peer/verify?{query}", None, VERIFY_TIMEOUT_S)
+                return {str(key): str(value) for key, value in (await call).items()}
+            except ShardboxError as error:
+                return {"problem": error.what}
+
+        names = [peer.name for peer in node.peers.live() if peer.name != node.box.name]
+        found = await asyncio.gather(node.library.reread(model), *map(ask, names))
+        return dict(zip([node.box.name, *names], found, strict=True))
 
     async def nodes(self, request: web.Request) -> Any:
         """Every node that is known, and the facts of those that are live."""
@@ -7911,13 +8101,13 @@ class NodeDown(ShardboxError):
     """The node on this box does not run or does not answer."""
 
 
-def ask_node(config: Config, name: str, method: str, path: str, body: Any = None) -> Any:
+def ask_node(config: Config, name: str, method: str, path: str, body: Any = None, timeout_s: float = 60.0) -> Any:
     """What this box's node answers to its owner. Raises ShardboxError, also when it is not running."""
     from http.client import HTTPConnection, HTTPException  # with what it imports, too slow for `status`
 
     connection = HTTPConnection("shardbox")
     connection.sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    connection.sock.settimeout(60.0)
+    connection.sock.settimeout(timeout_s)
     try:
         with short_socket_path(control_path(state_folder(config.cluster.name, name))) as short:
             connection.sock.connect(short)
@@ -8226,6 +8416,136 @@ def cmd_start(config: Config, name: str, model: str, wanted: bool = True) -> int
 def cmd_stop(**settings: str) -> int:
     """Stop serving a model on the whole cluster; the nodes stay up."""
     return cmd_start(**settings, wanted=False)
+
+
+class Meter:
+    """Tells how far something is: a bar on a terminal, lines in a log, nothing at all in a pipe, as cron's is."""
+
+    LINE_S = 10.0  # between two lines in a log
+
+    def __init__(self) -> None:
+        self._bar, self._said = sys.stdout.isatty(), 0.0
+        with contextlib.suppress(OSError, ValueError):
+            self._log = "JOURNAL_STREAM" in os.environ or stat.S_ISREG(os.fstat(sys.stdout.fileno()).st_mode)
+
+    def show(self, share: float, text: str) -> None:
+        """`share` of 1 is done; `text` says more."""
+        if self._bar:
+            width = max(20, os.get_terminal_size().columns - 1)
+            filled = int(20 * share)
+            print("\r" + f"[{'#' * filled:20}] {text}"[:width].ljust(width), end="", flush=True)
+        elif self._log and time.monotonic() - self._said > self.LINE_S:
+            self._said = time.monotonic()
+            print(text, flush=True)
+
+    def end(self, text: str) -> None:
+        """The last word."""
+        if self._bar:
+            print("\r" + text.ljust(max(20, os.get_terminal_size().columns - 1)))
+        elif self._log:
+            print(text, flush=True)
+
+
+@with_config
+def cmd_pull(config: Config, name: str, model: str, giver: str, over: bool) -> int:
+    """Fetch a model, or all that the TOML names, from the boxes that have it to this one."""
+    asked = {"model": model, "from": giver.lower(), "replace": over}
+    views = [from_json(CopyView, item, "pull") for item in ask_node(config, name, "POST", "/pull", asked)]
+    meter = Meter()
+    while any(view.state == "copying" for view in views):
+        time.sleep(0.3)
+        found = {
+            item["model"]: from_json(CopyView, item, "copies") for item in ask_node(config, name, "GET", "/copies")
+        }
+        views = [found[view.model] if view.state == "copying" else view for view in views]
+        now = [view for view in views if view.state == "copying"]
+        size, done = sum(view.size_bytes for view in views), sum(view.done_bytes for view in views)
+        meter.show(done / max(1, size), "; ".join(f"{view.model}: {copy_text(view)}" for view in now))
+    for view in views:
+        if view.state == "failed":
+            print(f"{view.problem}" + (f"\nhint: {view.hint}" if view.hint else ""), file=sys.stderr)
+        else:
+            meter.end(f"{view.model}: whole, {format_size(view.size_bytes)}")
+    return 1 if any(view.state == "failed" for view in views) else 0
+
+
+@with_config
+def cmd_models(config: Config, name: str, as_json: bool, prune: bool, yes: bool) -> int:
+    """Which box holds which model, and whether whole; what shardbox put here and nobody needs any more."""
+    if prune:
+        return prune_models(config, name, yes)
+    facts = live_facts(config, name)
+    held = [(node, model, node.model(model.name)) for model in config.models for node in facts]
+    if as_json:
+        rows = [{"node": node.name, **to_json(copy), "shape": None} for node, _, copy in held]
+        print(json.dumps({"models": rows}, indent=2))
+        return 0
+    shown = [
+        (model.name, node.name, copy_state(copy, copy.root and most_common_root(facts, model.name)),
+         format_size(copy.size_bytes) if copy.size_bytes else "-", copy.root[:16] or "-", copy.path or model.path)
+        for node, model, copy in held
+    ]  # fmt: skip
+    print(table(("MODEL", "NODE", "STATE", "SIZE", "CONTENT", "FILE"), shown))
+    return 0
+
+
+def most_common_root(facts: Sequence[NodeFacts], model: str) -> str:
+    """The content hash that most boxes have."""
+    votes = Counter(copy.root for node in facts if (copy := node.model(model)).root and not copy.problem)
+    return min(votes, key=lambda root: (-votes[root], root), default="")
+
+
+def copy_state(copy: ModelFacts, common: str) -> str:
+    """One word or two for `models`."""
+    if copy.receiving:
+        return "copying"
+    if copy.problem:
+        return "damaged" if copy.path else "missing"
+    if not copy.root:
+        return f"reading, {100 * copy.hashed_bytes // max(1, copy.size_bytes)} %" if copy.hashed_bytes else "not read"
+    return "whole" if copy.root == common else "other bytes"
+
+
+def prune_models(config: Config, name: str, yes: bool) -> int:
+    """Show, then remove after a yes, what shardbox copied to this box and the TOML no longer names."""
+    folder = state_folder(config.cluster.name, name)
+    paths = to_prune(folder, config, config.node(name).model_dirs)
+    for path in paths:
+        print(f"{format_size(os.path.getsize(path)):>9}  {path}")
+    if not paths:
+        print("nothing that shardbox copied here is left over")
+        return 0
+    if not yes and not (sys.stdin.isatty() and input("remove these? [y/N] ").strip().lower() in ("y", "yes")):
+        print("nothing was removed; --yes removes them")
+        return 0
+    for path in paths:
+        with open(path, "rb") as file, contextlib.suppress(BlockingIOError):
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # held by a copy that runs
+            os.unlink(path)
+            print(f"removed {path}")
+    note_in_ledger(folder, ())
+    return 0
+
+
+@with_config
+def cmd_verify(config: Config, name: str, model: str) -> int:
+    """Read a model again on all boxes at once, and say whose copy is not right."""
+    query = urllib.parse.urlencode({"model": model})
+    found = ask_node(config, name, "GET", f"/verify?{query}", timeout_s=VERIFY_TIMEOUT_S)
+    votes = Counter[str]()
+    for entry in found.values():
+        if entry.get("root") and not entry["problem"]:
+            votes[entry["root"]] += 2 if entry["root"] == entry.get("before") else 1  # what did not change counts more
+    common, wrong = min(votes, key=lambda root: (-votes[root], root), default=""), 0
+    for node, entry in found.items():
+        problem, root, before = entry["problem"], entry.get("root", ""), entry.get("before", "")
+        if not problem and root != common:
+            problem = f"has other bytes than most ({root[:16]}, not {common[:16]})"
+        if before and root and before != root:
+            problem = f"{problem or 'changed'}; it had {before[:16]} when it was read last"
+        wrong += bool(problem)
+        print(f"{node}: {problem or f'right, {root[:16]}'}" + (f" ({entry['path']})" if entry.get("path") else ""))
+    return 1 if wrong or not found else 0
 
 
 @with_config
@@ -8620,6 +8940,11 @@ def commands() -> dict[str, Command]:
     lines_help, many = "Last lines of each log (default 100).", between(1, 10000, int)
     lines = param("-n", "--lines", default=100, type=many, metavar="N", help=lines_help)
     model = param("model", metavar="MODEL")
+    giver = param("--from", dest="giver", default="", metavar="NODE", help="Only from this box.")
+    over = param("--replace", dest="over", action="store_true", help="Also in the place of a file with other bytes.")
+    prune = param("--prune", action="store_true", help="Remove what was copied here and is not in the TOML any more.")
+    yes = param("--yes", action="store_true", help="Do not ask.")
+    any_model = param("model", nargs="?", default="", metavar="MODEL", help="Only this one.")
     once = param("--once", action="store_true", help="End after one answer (also without a terminal).")
     count = param(
         "--nodes", dest="count", default=3, type=between(1, 8, int), metavar="N", help="How many (default 3)."
@@ -8641,6 +8966,9 @@ def commands() -> dict[str, Command]:
     add(cmd_logs, "logs beta --model qwq-32b -n 50", *common, target, of_model, lines)
     add(cmd_start, "start qwq-32b", *common, model)
     add(cmd_stop, "stop qwq-32b", *common, model)
+    add(cmd_pull, "pull qwq-32b --from alpha", *common, any_model, giver, over)
+    add(cmd_models, "models --prune", *readable, prune, yes)
+    add(cmd_verify, "verify qwq-32b", *common, model)
     add(cmd_check, "check", *readable)
     add(cmd_demo, "demo --once", once, count)
     add(cmd_secret, "secret > cluster.secret")

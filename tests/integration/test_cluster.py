@@ -44,7 +44,7 @@ from hosts import (
     shardbox_command,
 )
 
-from shardbox import Snapshot, status_line
+from shardbox import EngineConfig, Snapshot, status_line
 
 __all__ = ["hosts"]  # a fixture, found by its name
 
@@ -75,11 +75,12 @@ def cluster_toml(
     addresses: dict[str, str] | None = None,
     name: str = "attic",
     api: str = "",
+    engine: str = "",
 ) -> str:
     """The TOML of a rehearsed cluster; with addresses, it is a static one."""
     lines = ["[cluster]", f'name = "{name}"', 'secret_file = "cluster.secret"', f"form_wait_s = {form_wait_s}"]
     lines += ['discovery = "static"'] if addresses else []
-    lines += ["[api]", api, "[engine]", 'kind = "rehearsal"']
+    lines += ["[api]", api, "[engine]", 'kind = "rehearsal"', engine]
     for member in members:
         lines += ["[[nodes]]", f'name = "{member}"', f'memory = "{memory}"']
         lines += [f'address = "{addresses[member]}"'] if addresses else []
@@ -120,6 +121,8 @@ def ring(attic: Lan) -> Lan:
         host = attic.hosts[name]
         if host.up_process is None or host.up_process.poll() is not None:
             host.up()
+    if any(model(found).failures for name in MEMBERS if (found := attic.hosts[name].snapshot())):
+        attic.hosts["alpha"].run("start", "tiny")  # the failures that these tests make are no reason to give up
     agree(attic)
     return attic
 
@@ -540,6 +543,22 @@ def test_engine_killed_request_that_has_sent_nothing_is_held_and_answered(ring: 
     assert answer.result().body["usage"]["completion_tokens"] == 3000
     agree(ring, but=generation)
     host.wait_status(lambda found: model(found).held == model(found).in_flight == 0, "nothing is held any more")
+
+
+@pytest.mark.parametrize("victim", ["beta", "alpha"])
+def test_engine_stopped_is_critical_within_the_stall_time_and_its_request_answered(ring: Lan, victim: str) -> None:
+    """Nothing ends and no connection breaks: only that nothing moves tells."""
+    generation, gamma = agree(ring), ring.hosts["gamma"]
+    with asked(gamma, chat(max_tokens=3000)) as answer:
+        found = gamma.wait_status(lambda found: model(found).in_flight == 1, "it is being answered")
+        os.kill(rank_on(found, victim).pid, signal.SIGSTOP)
+        stopped_at = time.monotonic()
+        found = ring.hosts["alpha"].wait_status(lambda found: status_line(found)[0] == CRITICAL, "critical")
+        assert time.monotonic() - stopped_at <= EngineConfig().stall_max_s
+        assert "stalled: a request is in flight" in status_line(found)[1]
+
+    assert answer.result().status == 200, answer.result().data
+    agree(ring, but=generation)
 
 
 def test_leader_stopped_its_request_is_held_and_forgotten_with_its_client(ring: Lan, alpha: Host, gamma: Host) -> None:

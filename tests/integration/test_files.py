@@ -1,22 +1,425 @@
-"""Models that one box fetches from others: whole nodes in namespaces of their own, and givers that misbehave."""
+"""Models that one box fetches from others: the copying alone, with givers that misbehave, over sockets and files of
+its own; then whole nodes in namespaces."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Sequence
+import functools
+import os
+import random
+import re
+import socket
+import subprocess
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
-from hosts import Host, Lan, hosts
+from hosts import Host, Lan, eventually, hosts, why_no_hosts
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 from models import write_model
 
-from shardbox import CHUNK_BYTES, MIB, Snapshot
+from shardbox import (
+    CHUNK_BYTES,
+    MIB,
+    SILENT_S,
+    Copy,
+    FileError,
+    Giver,
+    HashCache,
+    Landing,
+    ListedFile,
+    Listing,
+    Pace,
+    Snapshot,
+    pick_chunk,
+    place_in,
+)
 
 __all__ = ["hosts"]  # a fixture, found by its name
 
 MakeLan = Callable[..., contextlib.AbstractContextManager[Lan]]
+Serve = Callable[[socket.socket], None]
 SIZE = 2 * CHUNK_BYTES + 5 * MIB
 NAME = "models/tiny.gguf"
+FREELY = Pace(0, lambda: False)
+
+
+def noise(path: Path, size: int = SIZE, seed: int = 1) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(random.Random(seed).randbytes(size))
+    return path
+
+
+def listing_of(*paths: Path) -> Listing:
+    """As the holder of these files lists them."""
+    with contextlib.ExitStack():
+        cache = HashCache(str(paths[0].parent))
+        read = functools.partial(cache.file_hashes, progress=lambda _: None, stop=lambda: False)
+        return Listing(files=tuple(ListedFile(name=p.name, size=p.stat().st_size, hashes=read(str(p))) for p in paths))
+
+
+class Hooked(Pace):
+    """Calls `before(n)` before the n-th MiB is sent."""
+
+    def __init__(self, before: Callable[[int], object]) -> None:
+        super().__init__(0, lambda: False)
+        self.sent, self.before = 0, before
+
+    def spend(self, count: int) -> None:
+        self.sent += 1
+        self.before(self.sent)
+
+
+def giver(path: Path, listing: Listing, pace: Pace = FREELY) -> Giver:
+    return Giver(listing, [str(path)], pace)
+
+
+def connecting(serves: Mapping[str, Serve]) -> Callable[[str], socket.socket]:
+    """Connections to such givers, each answered in a thread."""
+
+    def connect(name: str) -> socket.socket:
+        near, far = socket.socketpair()
+        threading.Thread(target=serves[name], args=(near,), daemon=True).start()
+        return far
+
+    return connect
+
+
+def copying(listing: Listing, to: Path, serves: Mapping[str, Serve], **more: Any) -> Copy:
+    """A copy of one file from these givers, not begun."""
+    return Copy(
+        **{
+            "model": "m", "node": "here", "root": listing.root, "place": lambda _: [str(to)], "pace": FREELY,
+            "givers": lambda: list(serves), "connect": connecting(serves), **more,
+        }
+    )  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def original(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return noise(tmp_path_factory.mktemp("original") / "m.gguf")
+
+
+@pytest.fixture(scope="module")
+def listing(original: Path) -> Listing:
+    return listing_of(original)
+
+
+# --- who gives what ---
+
+
+@given(st.integers(0, 1 << 20), st.lists(st.integers(0, 5), min_size=20, max_size=20))
+def test_pick_chunk_takes_one_that_is_offered_and_none_that_went_more_often(offered: int, counts: list[int]) -> None:
+    offered &= (1 << 20) - 1
+    number = pick_chunk(offered, counts)
+    if not offered:
+        assert number == -1
+        return
+    assert offered >> number & 1
+    assert all(counts[number] <= counts[n] for n in range(20) if offered >> n & 1)
+
+
+def test_takers_of_one_giver_get_each_chunk_once_before_any_twice() -> None:
+    counts, got = [0] * 12, []
+    for _ in range(12):
+        got.append(pick_chunk((1 << 12) - 1, counts))
+        counts[got[-1]] += 1
+    assert sorted(got) == [*range(12)]
+
+
+# --- where files may go ---
+
+
+@pytest.mark.parametrize("path", ["../m.gguf", "models/../../m.gguf", "/etc/m.gguf", "link/m.gguf", "~root/m.gguf"])
+def test_path_that_leads_out_of_the_folder_is_refused(tmp_path: Path, path: str) -> None:
+    home = tmp_path / "home"
+    home.mkdir()
+    (home / "link").symlink_to(tmp_path)
+    with pytest.raises(FileError, match="outside the TOML's folder") as error:
+        place_in(path, folder=str(home), dirs=())
+    assert "model_dirs" in error.value.hint
+
+
+def test_path_through_a_link_to_a_folder_of_model_dirs_is_taken(tmp_path: Path) -> None:
+    (tmp_path / "home").mkdir()
+    (tmp_path / "disk").mkdir()
+    (tmp_path / "home" / "models").symlink_to(tmp_path / "disk")
+    found = place_in("models/m-00001-of-00002.gguf", folder=str(tmp_path / "home"), dirs=[str(tmp_path / "disk")])
+    assert [Path(path).name for path in found] == ["m-00001-of-00002.gguf", "m-00002-of-00002.gguf"]
+    assert {Path(path).parent for path in found} == {tmp_path / "disk"}
+
+
+# --- landing ---
+
+
+def test_copy_has_every_byte_and_leaves_nothing_else(tmp_path: Path, original: Path, listing: Listing) -> None:
+    target = tmp_path / "deep" / "er" / "m.gguf"
+    copy = copying(listing, target, {"a": giver(original, listing).serve})
+    copy.run()
+    assert (copy.state, copy.problem) == ("landed", "")
+    assert target.read_bytes() == original.read_bytes()
+    assert [file.name for file in target.parent.iterdir()] == ["m.gguf"]
+
+
+def test_copy_of_a_split_model_brings_all_parts_the_first_one_last(tmp_path: Path) -> None:
+    names = [f"m-0000{n}-of-00003.gguf" for n in (1, 2, 3)]
+    parts = [noise(tmp_path / "from" / name, size=CHUNK_BYTES + n, seed=n) for n, name in enumerate(names)]
+    listed = listing_of(*parts)
+    targets = [tmp_path / "to" / name for name in names]
+    whole = Giver(listed, [str(part) for part in parts], FREELY)
+    copy = copying(listed, targets[0], {"a": whole.serve}, place=lambda _: [str(target) for target in targets])
+    copy.run()
+    assert copy.state == "landed", copy.problem
+    assert [target.read_bytes() for target in targets] == [part.read_bytes() for part in parts]
+    assert targets[0].stat().st_ctime_ns == max(target.stat().st_ctime_ns for target in targets)
+
+
+def test_file_with_other_bytes_stays_unless_it_may_be_replaced(
+    tmp_path: Path, original: Path, listing: Listing
+) -> None:
+    target = tmp_path / "m.gguf"
+    spoilt = bytearray(original.read_bytes())
+    spoilt[CHUNK_BYTES + 7] ^= 1
+    target.write_bytes(spoilt)
+    serves = {"a": giver(original, listing).serve}
+    refused = copying(listing, target, serves)
+    refused.run()
+    assert refused.state == "failed" and "is there with other bytes" in refused.problem and "--replace" in refused.hint
+    assert target.read_bytes() == spoilt
+
+    giving = giver(original, listing)
+    replaced = copying(listing, target, {"a": giving.serve}, replace=True)
+    replaced.run()
+    assert replaced.state == "landed" and target.read_bytes() == original.read_bytes()
+    assert giving._handed_out == [0, 1, 0]  # the chunks that were right were not fetched again
+
+
+def test_file_that_appears_while_a_copy_runs_is_not_overwritten(
+    tmp_path: Path, original: Path, listing: Listing
+) -> None:
+    target = tmp_path / "m.gguf"
+    pace = Hooked(lambda n: target.write_bytes(b"mine") if n == 1 else None)
+    copy = copying(listing, target, {"a": giver(original, listing, pace).serve})
+    copy.run()
+    assert copy.state == "failed" and "was put there meanwhile" in copy.problem
+    assert target.read_bytes() == b"mine"
+
+
+def test_link_in_the_place_of_a_draft_is_not_followed(tmp_path: Path, original: Path, listing: Listing) -> None:
+    precious = tmp_path / "precious"
+    precious.write_bytes(b"x" * 100)
+    target = tmp_path / "m.gguf"
+    for make in (os.symlink, os.link):
+        make(precious, f"{target}.part")
+        copy = copying(listing, target, {"a": giver(original, listing).serve})
+        copy.run()
+        assert copy.state == "landed" and target.read_bytes() == original.read_bytes()
+        assert precious.read_bytes() == b"x" * 100
+        target.unlink()
+
+
+def test_content_that_contradicts_the_toml_is_not_installed(tmp_path: Path, original: Path, listing: Listing) -> None:
+    copy = copying(listing, tmp_path / "m.gguf", {"a": giver(original, listing).serve}, sha256=("0" * 64,))
+    copy.run()
+    assert copy.state == "failed" and "the copies there are have SHA-256" in copy.problem
+    assert not (tmp_path / "m.gguf").exists()
+
+
+@settings(max_examples=15, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    attempts=st.lists(
+        st.tuples(
+            st.integers(0, 2),  # chunks that land before it is killed
+            st.tuples(st.integers(0, SIZE), st.integers(0, MIB)),  # bytes that a power cut leaves wrong
+            st.none() | st.integers(0, SIZE + MIB),  # the length that it leaves
+        ),
+        max_size=3,
+    )
+)
+def test_copy_killed_anywhere_is_right_in_the_end(
+    tmp_path: Path, original: Path, listing: Listing, attempts: list[tuple[int, tuple[int, int], int | None]]
+) -> None:
+    target = tmp_path / "m.gguf"
+    draft, data = Path(f"{target}.part"), original.read_bytes()
+    for landed, (at, count), length in attempts:
+        landing = Landing(listing, [str(target)])
+        landing.open()
+        for number in [n for n in range(3) if landing.missing >> n & 1][:landed]:
+            start = number * CHUNK_BYTES
+            landing.write(number, memoryview(data)[start : start + CHUNK_BYTES])
+        landing.close()
+        with draft.open("r+b") as file:
+            file.seek(at)
+            file.write(b"\xa5" * count)
+            if length is not None:
+                file.truncate(length)
+        assert not target.exists()
+    copy = copying(listing, target, {"a": giver(original, listing).serve})
+    copy.run()
+    assert copy.state == "landed", copy.problem
+    assert target.read_bytes() == data and not draft.exists()
+    target.unlink()
+
+
+def test_what_has_landed_is_not_fetched_again(tmp_path: Path, original: Path, listing: Listing) -> None:
+    landing = Landing(listing, [str(tmp_path / "m.gguf")])
+    landing.open()
+    landing.write(1, memoryview(original.read_bytes())[CHUNK_BYTES : 2 * CHUNK_BYTES])
+    landing.close()
+    giving = giver(original, listing)
+    copying(listing, tmp_path / "m.gguf", {"a": giving.serve}).run()
+    assert giving._handed_out == [1, 0, 1]
+
+
+# --- givers that fail ---
+
+
+def test_giver_that_lies_is_left_alone_and_another_one_gives(tmp_path: Path, original: Path, listing: Listing) -> None:
+    other = noise(tmp_path / "other", seed=2)
+    serves = {"a liar": giver(other, listing).serve, "honest": giver(original, listing).serve}
+    copy = copying(listing, tmp_path / "m.gguf", serves)
+    copy.run()
+    assert copy.state == "landed" and (tmp_path / "m.gguf").read_bytes() == original.read_bytes()
+    assert "not those it promised" in copy._benched["a liar"][1] and "honest" not in copy._benched
+
+
+def test_giver_with_a_list_of_other_content_is_left_alone(tmp_path: Path, original: Path, listing: Listing) -> None:
+    wrong = replace(listing, files=(replace(listing.files[0], hashes=("0" * 64, *listing.files[0].hashes[1:])),))
+    serves = {"a": giver(original, wrong).serve, "b": giver(original, listing).serve}
+    copy = copying(listing, tmp_path / "m.gguf", serves)
+    copy.run()
+    assert copy.state == "landed" and "not that of" in copy._benched["a"][1]
+
+
+def test_giver_that_dies_again_and_again_is_replaced_by_another(
+    tmp_path: Path, original: Path, listing: Listing
+) -> None:
+    def die(n: int) -> None:
+        if n % 10 == 0:
+            raise ConnectionAbortedError("cut")
+
+    mortal, second = giver(original, listing, Hooked(die)), giver(original, listing)
+    copy = copying(listing, tmp_path / "m.gguf", {"a": mortal.serve, "b": second.serve})
+    copy.run()
+    assert copy.state == "landed" and (tmp_path / "m.gguf").read_bytes() == original.read_bytes()
+
+
+def test_giver_that_stalls_holds_nobody_up(tmp_path: Path, original: Path, listing: Listing) -> None:
+    never, begun = threading.Event(), time.monotonic()
+    stalled = giver(original, listing, Hooked(lambda n: never.wait(60) and None if n == 3 else None))
+    serves = {"a": stalled.serve, "b": giver(original, listing).serve}
+    copy = copying(listing, tmp_path / "m.gguf", serves)
+    copy.run()
+    never.set()
+    assert copy.state == "landed" and (tmp_path / "m.gguf").read_bytes() == original.read_bytes()
+    assert time.monotonic() - begun < SILENT_S + 10
+
+
+def test_giver_whose_file_changes_under_way_does_no_harm(tmp_path: Path, original: Path, listing: Listing) -> None:
+    fickle = tmp_path / "fickle"
+    fickle.write_bytes(original.read_bytes())
+
+    def change(n: int) -> None:
+        if n == 20:
+            os.truncate(fickle, CHUNK_BYTES)
+        if n == 21:
+            fickle.write_bytes(noise(tmp_path / "new", seed=3).read_bytes())
+
+    serves = {"a": giver(fickle, listing, Hooked(change)).serve, "b": giver(original, listing).serve}
+    copy = copying(listing, tmp_path / "m.gguf", serves)
+    copy.run()
+    assert copy.state == "landed" and (tmp_path / "m.gguf").read_bytes() == original.read_bytes()
+
+
+def test_copy_that_is_stopped_ends_soon_and_goes_on_later(tmp_path: Path, original: Path, listing: Listing) -> None:
+    copy = copying(listing, tmp_path / "m.gguf", {})
+    pace = Hooked(lambda n: copy.cancel() if n == 20 else None)
+    serves = {"a": giver(original, listing, pace).serve}
+    copy._givers, copy._connect = lambda: list(serves), connecting(serves)
+    copy.run()
+    assert copy.state == "failed" and "was stopped" in copy.problem and not (tmp_path / "m.gguf").exists()
+    again = copying(listing, tmp_path / "m.gguf", serves)
+    again.run()
+    assert again.state == "landed" and (tmp_path / "m.gguf").read_bytes() == original.read_bytes()
+
+
+# --- many takers ---
+
+
+def test_eight_takers_pass_chunks_on_so_that_the_giver_sends_little_more_than_one_copy(tmp_path: Path) -> None:
+    source = noise(tmp_path / "m.gguf", size=6 * CHUNK_BYTES)
+    listed = listing_of(source)
+    giving = giver(source, listed, Pace(64 * MIB, lambda: False))
+    copies: dict[str, Copy] = {}
+
+    def serve(name: str, sock: socket.socket) -> None:
+        found = copies[name].giver
+        sock.close() if found is None else found.serve(sock)
+
+    serves: dict[str, Serve] = {"source": giving.serve}
+    for n in range(8):
+        names = ["source", *(f"box{other}" for other in range(8) if other != n)]
+        copies[f"box{n}"] = copying(listed, tmp_path / f"box{n}" / "m.gguf", serves, givers=lambda names=names: names)
+        serves[f"box{n}"] = functools.partial(serve, f"box{n}")
+    threads = [threading.Thread(target=copy.run) for copy in copies.values()]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert {copy.state for copy in copies.values()} == {"landed"}
+    assert all((tmp_path / name / "m.gguf").read_bytes() == source.read_bytes() for name in copies)
+    assert sum(giving._handed_out) < 4 * len(listed.chunks)
+
+
+# --- full disks ---
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of SIZE + 8 MiB."""
+    if reason := why_no_hosts():
+        pytest.skip(reason)
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={SIZE + 8 * MIB}", "none", folder], check=True)
+    yield folder
+    subprocess.run(["umount", folder], check=True)
+
+
+@pytest.mark.namespaces
+def test_disk_without_room_is_named_first_with_what_is_missing(
+    small_disk: Path, original: Path, listing: Listing
+) -> None:
+    (small_disk / "other").write_bytes(bytes(10 * MIB))
+    giving = giver(original, listing)
+    copy = copying(listing, small_disk / "m.gguf", {"a": giving.serve})
+    copy.run()
+    assert copy.state == "failed" and "needs 37 MiB more, and 35 MiB are free" in copy.problem
+    assert "make room for 2 MiB" in copy.hint and sum(giving._handed_out) == 0
+
+
+@pytest.mark.namespaces
+def test_disk_that_fills_up_under_way_loses_nothing(small_disk: Path, original: Path, listing: Listing) -> None:
+    filler = small_disk / "other"
+    pace = Hooked(lambda n: filler.write_bytes(bytes(10 * MIB)) if n == 1 else None)
+    copy = copying(listing, small_disk / "m.gguf", {"a": giver(original, listing, pace).serve})
+    copy.run()
+    assert copy.state == "failed" and "No space left" in copy.problem and "is kept" in copy.hint
+    assert not (small_disk / "m.gguf").exists()
+    filler.unlink()
+    giving = giver(original, listing)
+    again = copying(listing, small_disk / "m.gguf", {"a": giving.serve})
+    again.run()
+    assert again.state == "landed" and (small_disk / "m.gguf").read_bytes() == original.read_bytes()
+    assert 0 < sum(giving._handed_out) < 3
+
+
+# --- whole nodes ---
 
 
 def toml(nodes: Sequence[str], model: str = "", cluster: str = "") -> str:
@@ -59,3 +462,85 @@ def test_box_without_the_model_fetches_it_before_the_ring_forms(hosts: MakeLan) 
         assert sorted(file.name for file in file_of(beta).parent.iterdir()) == ["tiny.gguf"]
         assert file_of(beta).stat().st_mode & 0o777 == 0o644
         assert "copy of tiny: whole, and in place" in beta.output(beta.started[0])
+
+
+# --- by hand: one pair of boxes, the tests run in order ---
+
+FIVE = 4 * CHUNK_BYTES + 5 * MIB
+
+
+@pytest.fixture(scope="module")
+def pair(hosts: MakeLan) -> Iterator[Lan]:
+    """Two boxes of which alpha has the model, and which do not start it; copies take their time."""
+    with hosts(toml(("alpha", "beta"), "autostart = false", 'copy_limit = "24MiB"'), ("alpha", "beta")) as lan:
+        at_home(lan)
+        write_model(file_of(lan.hosts["alpha"]), FIVE)
+        lan.up("alpha", "beta")
+        yield lan
+
+
+def states(host: Host) -> dict[str, str]:
+    """What `models` says of each node's copy."""
+    lines = host.run("models").stdout.splitlines()[1:]
+    return {line.split()[1]: line.split("  ")[2].strip() for line in (re.sub(r" {2,}", "  ", line) for line in lines)}
+
+
+@pytest.mark.namespaces
+def test_pull_killed_under_way_goes_on_and_the_file_is_right(pair: Lan) -> None:
+    alpha, beta = pair.hosts["alpha"], pair.hosts["beta"]
+    eventually(lambda: states(beta) == {"alpha": "whole", "beta": "missing"}, "alpha has read its copy")
+    pulling = beta.popen("pull", "tiny")
+    seen = beta.wait_status(lambda found: found.copies and found.copies[0].done_bytes, "a chunk has landed")
+    assert beta.up_process and seen.copies[0].givers == ("alpha",)
+    beta.up_process.kill()
+    assert pulling.wait(20) == 1 and not file_of(beta).exists()
+
+    beta.up()
+    eventually(lambda: states(beta).get("alpha") == "whole", "beta is up again")
+    done = beta.run("pull", "tiny")
+    assert (done.returncode, done.stdout) == (0, ""), done.stderr  # in a pipe, as cron's, it says nothing
+    assert file_of(beta).read_bytes() == file_of(alpha).read_bytes()
+    assert states(beta) == {"alpha": "whole", "beta": "whole"}
+
+
+@pytest.mark.namespaces
+def test_verify_names_the_box_whose_copy_has_rotted_and_only_replace_mends_it(pair: Lan) -> None:
+    alpha, beta = pair.hosts["alpha"], pair.hosts["beta"]
+    assert alpha.run("verify", "tiny").returncode == 0
+    before = file_of(beta).stat()
+    with file_of(beta).open("r+b") as file:
+        file.seek(CHUNK_BYTES + 5)
+        byte = file.read(1)[0]
+        file.seek(CHUNK_BYTES + 5)
+        file.write(bytes([byte ^ 1]))
+    os.utime(file_of(beta), ns=(before.st_atime_ns, before.st_mtime_ns))  # as a disk would do it: unseen
+
+    done = alpha.run("verify", "tiny")
+    assert done.returncode == 1
+    assert re.search(r"(?m)^beta: .* when it was read last", done.stdout) and "alpha: right" in done.stdout
+
+    refused = beta.run("pull", "tiny")
+    assert refused.returncode == 1 and "is there with other bytes" in refused.stderr and "--replace" in refused.stderr
+    assert file_of(beta).read_bytes() != file_of(alpha).read_bytes()
+    assert beta.run("pull", "tiny", "--replace").returncode == 0
+    assert file_of(beta).read_bytes() == file_of(alpha).read_bytes()
+    assert alpha.run("verify", "tiny").returncode == 0
+
+
+@pytest.mark.namespaces
+def test_pull_from_a_box_that_has_none_says_so(pair: Lan) -> None:
+    done = pair.hosts["alpha"].run("pull", "tiny", "--from", "nobody")
+    assert done.returncode == 1 and "no other box has a whole copy (nobody)" in done.stderr
+
+
+@pytest.mark.namespaces
+def test_prune_removes_only_what_was_copied_here_and_after_a_yes(pair: Lan) -> None:
+    alpha, beta = pair.hosts["alpha"], pair.hosts["beta"]
+    kept = beta.run("models", "--prune", "--yes")
+    assert "nothing that shardbox copied" in kept.stdout, kept.stderr
+    for host in (alpha, beta):
+        host.config.write_text(host.config.read_text().replace(NAME, "models/new.gguf"))
+    assert "nothing that shardbox copied" in alpha.run("models", "--prune", "--yes").stdout
+    assert str(file_of(beta)) in beta.run("models", "--prune").stdout and file_of(beta).exists()
+    assert f"removed {file_of(beta)}" in beta.run("models", "--prune", "--yes").stdout
+    assert not file_of(beta).exists() and file_of(alpha).exists()

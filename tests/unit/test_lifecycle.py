@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -20,18 +21,22 @@ from shardbox import (
     LEASE_S,
     LOAD_BASE_S,
     LOAD_BYTES_PER_S,
+    LOOK_GAP_S,
+    PAUSES,
     PREPARE_TIMEOUT_S,
     PROBE_TIMEOUT_S,
     QUICK_FAILURES,
     RESTART_MEMORY_S,
     SAME_RING_S,
     STEADY_S,
+    WATCH_S,
     Effect,
     Event,
     Held,
     Lease,
     Phase,
     PlanError,
+    Pulse,
     Ring,
     grant,
     step,
@@ -41,7 +46,7 @@ PLAN = ring_plan(5, 3)
 LACKING = replace(PLAN, ranks=(PLAN.ranks[0], replace(PLAN.ranks[1], copy_bytes=100)))
 EVENTS = (
     *("tick", "plan", "want", "unwant", "yield", "copied", "provisioned", "granted", "refused", "loaded", "answered"),
-    *("trouble", "lost", "leaving", "stopped"),
+    *("trouble", "stalled", "lost", "leaving", "stopped"),
 )
 PHASES = tuple(value for name, value in vars(Phase).items() if name.isupper() and isinstance(value, str))
 
@@ -148,7 +153,7 @@ def test_ring_without_a_plan_says_what_it_waits_for() -> None:
     assert (it.ring.phase, it.ring.reason, it.ring.plan) == (Phase.WAITING, "waits for beta", None)
 
 
-ENDS = ("trouble", "refused", "lost", "leaving", "yield", "unwant")
+ENDS = ("trouble", "stalled", "refused", "lost", "leaving", "yield", "unwant")
 # What each event does in each phase: the phase after it. What is not here changes nothing at all.
 NEXT = {
     (Phase.WAITING, "plan"): Phase.PREPARING,
@@ -574,3 +579,102 @@ def test_held_request_waits_for_another_ring_than_the_one_that_broke() -> None:
 def test_held_request_does_not_wait_for_what_only_an_operator_starts(phase: str) -> None:
     assert Held(until=60.0).gives_up(phase, 0.0)
     assert not Held(until=60.0).gives_up(Phase.WAITING, 0.0)
+
+
+def test_ring_that_hung_says_so_until_it_answers() -> None:
+    it = at(Phase.SERVING)
+    it.send("stalled", reason="nothing moved")
+    it.send("stopped")
+    assert it.ring.stalled
+    it.wait(BACKOFF_CAP_S)
+    for kind in ("plan", "granted", "loaded"):
+        it.send(kind)
+        assert it.ring.stalled
+    it.send("answered")
+    assert not it.ring.stalled
+
+
+def test_ring_that_hangs_again_and_again_has_failed() -> None:
+    it = Driver()
+    for _ in range(QUICK_FAILURES):
+        it.to(Phase.SERVING).send("stalled", reason="nothing moved")
+        it.send("stopped")
+        it.wait(BACKOFF_CAP_S * 2)
+    assert it.ring.phase == Phase.FAILED
+
+
+# --- pace ---
+
+BOUNDS = st.tuples(st.floats(5, 100), st.floats(5, 100)).map(sorted)
+LOOK = st.tuples(st.floats(0.5, LOOK_GAP_S), st.booleans(), st.booleans())  # seconds, it moved, it has something to do
+
+
+def looked(pace: Pulse, looks: Sequence[tuple[float, bool, bool]]) -> tuple[Pulse, float]:
+    """The pace after a first look and these, and the time."""
+    now, number = 100.0, 0
+    pace = pace.seen("0", now, asked=True)
+    for seconds, moved, asked in looks:
+        now, number = now + seconds, number + moved
+        pace = pace.seen(str(number), now, asked=asked)
+    return pace, now
+
+
+@given(looks=st.lists(LOOK), bounds=BOUNDS)
+def test_stall_time_stays_within_its_bounds(looks: list[tuple[float, bool, bool]], bounds: list[float]) -> None:
+    pace, _ = looked(Pulse(), looks)
+    assert bounds[0] <= pace.stall_s(*bounds) <= bounds[1]
+
+
+@given(looks=st.lists(LOOK), bounds=BOUNDS, step_s=st.floats(0.5, WATCH_S))
+def test_hang_is_seen_within_one_stall_time_and_never_at_once(
+    looks: list[tuple[float, bool, bool]], bounds: list[float], step_s: float
+) -> None:
+    """The ring stops right after a look that found it moving."""
+    pace, now = looked(Pulse(), [*looks, (1.0, True, True)])
+    stall_s, hung_at = pace.stall_s(*bounds), now
+    assert not pace.hangs(stall_s)
+    while not pace.hangs(stall_s):
+        now += step_s
+        pace = pace.seen(pace.sign, now, asked=True)
+        assert pace.stall_s(*bounds) == stall_s  # silence teaches nothing
+    assert stall_s - 2 * WATCH_S < now - hung_at <= stall_s
+
+
+@given(looks=st.lists(LOOK), pause_s=st.integers(1, 100), bounds=BOUNDS)
+def test_ring_that_pauses_as_it_has_just_done_does_not_hang(
+    looks: list[tuple[float, bool, bool]], pause_s: int, bounds: list[float]
+) -> None:
+    quiet = [(1.0, False, True)] * pause_s
+    pace, now = looked(Pulse(), [*looks, (1.0, True, True), *quiet, (0.0, True, True)])
+    stall_s = pace.stall_s(*bounds)
+    assert stall_s >= min(bounds[1], PAUSES * pause_s)
+    for seconds, _, _ in quiet:
+        now += seconds
+        pace = pace.seen(pace.sign, now, asked=True)
+    assert not pace.hangs(stall_s) or pause_s > bounds[1] - 2 * WATCH_S
+
+
+@given(looks=st.lists(LOOK), idle_s=st.lists(st.floats(0, 1e6)))
+def test_idle_ring_never_hangs(looks: list[tuple[float, bool, bool]], idle_s: list[float]) -> None:
+    pace, now = looked(Pulse(), looks)
+    for seconds in [*idle_s, 1.0]:
+        now += seconds
+        pace = pace.seen(pace.sign, now, asked=False)
+        assert not pace.hangs(5.0)
+
+
+def test_watcher_that_slept_saw_no_hang() -> None:
+    """A box that was suspended for an hour, or whose clock jumped."""
+    pace, now = looked(Pulse(), [(1.0, True, True)])
+    assert not pace.seen(pace.sign, now + 3600, asked=True).hangs(10.0)
+
+
+def test_stall_time_forgets_a_long_pause() -> None:
+    pace, _ = looked(Pulse(), [*[(1.0, False, True)] * 9, (1.0, True, True)])
+    assert pace.stall_s(5, 100) == 40.0
+    pace, _ = looked(pace, [(1.0, True, True)] * 60)
+    assert pace.stall_s(5, 100) == 5.0
+
+
+def test_stall_time_is_the_longest_while_the_pace_is_unknown() -> None:
+    assert Pulse().stall_s(5, 100) == 100
