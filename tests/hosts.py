@@ -141,14 +141,14 @@ def carry(tap: int, port_fd: int, end: int, *, delay_s: float, loss: float, hear
     with port:
         while True:
             wait_s = max(0.0, queue[0][0] - time.monotonic()) if queue else None
-            ready, _, _ = select.select([tap, port, end], [], [], wait_s)
+            ready, _, _ = select.select([tap, port.fileno(), end], [], [], wait_s)
             if end in ready:
                 return
             with contextlib.suppress(OSError):  # nothing more, or the link is down
                 for _ in range(64 if tap in ready else 0):
                     take(os.read(tap, 1 << 16), True)
             with contextlib.suppress(OSError):
-                for _ in range(64 if port in ready else 0):
+                for _ in range(64 if port.fileno() in ready else 0):
                     frame, (*_, kind, _, _) = port.recvfrom(1 << 16)
                     if kind != PACKET_OUTGOING:
                         take(frame, False)
@@ -276,13 +276,13 @@ class Host:
         own = {"SHARDBOX_STATE": str(self.folder), "SHARDBOX_NODE": self.name, "SHARDBOX_CONFIG": str(self.config)}
         return {**kept, "PYTHONUNBUFFERED": "1", **own, **more}
 
-    def spawn(self, *args: str, **more: str) -> subprocess.Popen[str]:
+    def spawn(self, *args: str, cwd: Path | None = None, **more: str) -> subprocess.Popen[str]:
         """Any program inside, its output to a file; ended with the host."""
         with open(self.folder / f"{len(self.started)}.log", "w") as log:
             process = subprocess.Popen(
                 self.command(*args),
                 env=self.environment(**more),
-                cwd=self.folder,
+                cwd=cwd or self.folder,
                 stdin=subprocess.PIPE,
                 stdout=log,
                 stderr=log,
@@ -291,9 +291,9 @@ class Host:
         self.started.append(process)
         return process
 
-    def popen(self, *args: str, **more: str) -> subprocess.Popen[str]:
+    def popen(self, *args: str, cwd: Path | None = None, **more: str) -> subprocess.Popen[str]:
         """A shardbox command that goes on."""
-        return self.spawn(*shardbox_command(), *args, **more)
+        return self.spawn(*shardbox_command(), *args, cwd=cwd, **more)
 
     def run(self, *args: str, timeout: float = 60.0, **more: str) -> subprocess.CompletedProcess[str]:
         """A shardbox command, whole. Its output is kept apart: `stdout`, `stderr`."""
@@ -312,9 +312,9 @@ class Host:
             check=False,
         )
 
-    def up(self, **more: str) -> subprocess.Popen[str]:
+    def up(self, cwd: Path | None = None, **more: str) -> subprocess.Popen[str]:
         """`shardbox up` in the foreground."""
-        self.up_process = self.popen("up", **more)
+        self.up_process = self.popen("up", cwd=cwd, **more)
         return self.up_process
 
     def output(self, process: subprocess.Popen[str]) -> str:
