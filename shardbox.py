@@ -29,80 +29,54 @@ Sections, top to bottom; none uses a later one:
 
 from __future__ import annotations
 
+import base64
 import collections
 import contextlib
+import ctypes
+import dataclasses
+import difflib
 import errno
+import fcntl
+import fnmatch
 import functools
+import gc
+import hashlib
+import hmac
+import importlib
+import ipaddress
 import itertools
+import json
+import logging
 import math
 import os
+import platform
+import random
 import re
+import secrets
 import select
+import signal
+import socket
 import stat
 import struct
+import subprocess
 import sys
+import tempfile
+import threading
 import time
 import types
-from _thread import RLock
+import typing
+import urllib.parse
+import uuid
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Executor, ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from io import BufferedReader
+from typing import TYPE_CHECKING, Any, BinaryIO, TypeAlias, TypeVar
 
-
-class Lazy:
-    """A module, or another object that takes time to make: made when it is first asked for something."""
-
-    def __init__(self, name: str, make: Callable[[], Any]) -> None:
-        self._name, self._make = name, make
-
-    def make_now(self) -> Any:
-        """The real one, which takes the place of this."""
-        made = globals()[self._name] = self._make()
-        return made
-
-    def __getattr__(self, attribute: str) -> Any:
-        return getattr(self.make_now(), attribute)
-
-
-def load_all() -> None:
-    """Import everything now: whoever runs for weeks, or forks, does not depend on files that may vanish."""
-    for value in list(globals().values()):
-        if isinstance(value, Lazy):
-            value.make_now()
-
-
-TYPE_CHECKING = False
 if TYPE_CHECKING:
-    import argparse
     import asyncio
-    import base64
-    import concurrent.futures
-    import ctypes
-    import dataclasses
-    import difflib
-    import fcntl
-    import fnmatch
-    import gc
-    import hashlib
-    import hmac
-    import ipaddress
-    import json
-    import logging
-    import platform
-    import random
-    import secrets
-    import signal
-    import socket
     import ssl
-    import subprocess
-    import tempfile
-    import threading
-    import typing
-    import urllib.parse
-    import uuid
-    from concurrent.futures import Executor
-    from dataclasses import dataclass, field, replace
-    from io import BufferedReader
-    from typing import Any, BinaryIO, TypeAlias, TypeVar
 
     import aiohttp
     from aiohttp import web
@@ -111,64 +85,23 @@ if TYPE_CHECKING:
     from cryptography.x509 import Certificate
     from zeroconf.asyncio import AsyncServiceBrowser, AsyncZeroconf
 
-    T = TypeVar("T")
-    log = logging.getLogger("shardbox")
-else:  # the same when it is first used: cron asks for `status` every minute, and all of it takes 0.3 s
-    _MODULES = """aiohttp argparse asyncio base64 concurrent.futures ctypes dataclasses difflib fcntl fnmatch gc hashlib
-        hmac ipaddress json logging platform random secrets signal socket ssl subprocess tempfile threading typing
-        urllib.parse uuid"""
-    for _module in _MODULES.split():
-        _name = _module.partition(".")[0]
-        globals()[_name] = Lazy(_name, functools.partial(__import__, _module))
-    web = Lazy("web", lambda: __import__("aiohttp.web").web)
-    log = Lazy("log", lambda: logging.getLogger("shardbox"))
 
-    _making, _unmade = RLock(), {}  # dataclasses that nobody has used yet, and their options
+class LazyModule:
+    """A module that is imported at its first use: cron asks for `status` every minute, and these take 0.25 s."""
 
-    def _make(cls: type) -> None:
-        with _making:
-            for base in cls.__mro__[::-1]:
-                if base in _unmade:
-                    for name, value in list(vars(base).items()):
-                        if isinstance(value, field):
-                            setattr(base, name, dataclasses.field(**value.options))
-                    dataclasses.dataclass(**_unmade[base])(base)
-                    del _unmade[base]
+    def __init__(self, name: str) -> None:
+        self._name = name
 
-    class field:
-        """dataclasses.field: what it will be made of."""
+    def __getattr__(self, attribute: str) -> Any:
+        return getattr(importlib.import_module(self._name), attribute)
 
-        def __init__(self, **options: Any) -> None:
-            self.options = options
 
-    class _Fields:
-        """What a dataclass that nobody has used yet says of its fields: it is then made."""
-
-        def __get__(self, instance: Any, cls: type) -> Any:
-            _make(cls)
-            return cls.__dataclass_fields__
-
-    def _new(cls: type, *args: Any, **values: Any) -> Any:
-        if cls in _unmade:
-            _make(cls)
-        return object.__new__(cls)
-
-    def dataclass(**options: Any) -> Callable[[type], type]:
-        """dataclasses.dataclass, but made at the first use: each takes 0.5 ms (Python 3.11, 2026-12)."""
-
-        def decorate(cls: type) -> type:
-            _unmade[cls], cls.__new__, cls.__dataclass_fields__ = options, _new, _Fields()
-            return cls
-
-        return dataclasses.dataclass(**options) if "slots" in options else decorate  # slots need another class
-
-    def replace(value: Any, **changes: Any) -> Any:
-        """dataclasses.replace."""
-        return dataclasses.replace(value, **changes)
-
+if not TYPE_CHECKING:
+    asyncio, aiohttp, web = LazyModule("asyncio"), LazyModule("aiohttp"), LazyModule("aiohttp.web")
 
 VERSION = "0.1.0"
 PROTOCOL = 1  # of control messages and services between nodes; another number is named, never guessed at
+log = logging.getLogger("shardbox")
 
 
 # ======================================================================================================
@@ -262,6 +195,8 @@ _SIZE_UNITS = {
     "tb": 10**12,
 }
 
+T = TypeVar("T")
+
 
 def parse_size(text: str) -> int:
     """Bytes of a size such as "20GiB", "1.5 GB" or "4096". Raises ValueError with the accepted forms."""
@@ -314,13 +249,13 @@ def to_json(value: Any) -> Any:
 def from_json(kind: type[T], data: Any, where: str = "message") -> T:
     """The dataclass `kind` from plain JSON values; unknown keys are ignored, so that nodes of two versions
     can talk. Raises MessageError naming the first field that does not fit."""
-    return typing.cast("T", _decode(kind, data, where))
+    return typing.cast(T, _decode(kind, data, where))
 
 
 def _decode(kind: Any, data: Any, where: str) -> Any:
     origin, args = typing.get_origin(kind), typing.get_args(kind)
     optional = origin in (typing.Union, types.UnionType)
-    if kind is typing.Any or (optional and data is None):
+    if kind is Any or (optional and data is None):
         return data
     if optional:
         return _decode(next(arg for arg in args if arg is not type(None)), data, where)
@@ -343,7 +278,7 @@ _HINTS: dict[Any, dict[str, Any]] = {}
 def _decode_dataclass(kind: Any, data: Any, where: str) -> Any:
     if not isinstance(data, dict):
         raise MessageError(f"expected an object, got {type(data).__name__}", where=where)
-    hints = _HINTS.setdefault(kind, typing.get_type_hints(kind, localns={"Any": typing.Any}))
+    hints = _HINTS.setdefault(kind, typing.get_type_hints(kind))
     values = {}
     for field in dataclasses.fields(kind):
         if field.name in data:
@@ -364,23 +299,24 @@ def digest(value: Any) -> str:
 # ======================================================================================================
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ClusterConfig:
     """[cluster]: who belongs together, and how they find each other."""
 
     name: str = "shardbox"
     secret_file: str = ""  # as written; resolved by whoever reads it, relative to the TOML's folder
-    secret: str = field(default="", repr=False)
+    secret: str = dataclasses.field(default="", repr=False)
     old_secret_file: str = ""  # of the secret before this one, during a change
     discovery: str = "mdns"
     encryption: str = "on"
     interfaces: tuple[str, ...] = ()
     form_wait_s: float = 30.0
+    replan_s: float = 60.0  # without requests, before a clearly better plan takes the place of a ring; 0: never
     copy_models: bool = True
     copy_limit: int | None = None  # bytes a second of a node; None: as fast as may be, slowly while an engine answers
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class PortsConfig:
     """[ports]: TCP ports. `mesh` is the one that other boxes must reach."""
 
@@ -390,7 +326,7 @@ class PortsConfig:
     signal: int = 10000
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ApiConfig:
     """[api]: who may use the OpenAI endpoint."""
 
@@ -399,9 +335,10 @@ class ApiConfig:
     tls_cert: str = ""  # PEM files, relative to the TOML's folder; "": plain HTTP
     tls_key: str = ""
     hold_s: float = 60.0  # how long a request waits for a ring that forms again
+    drain_s: float = 20.0  # how long a node that goes down lets answers in progress end
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class EngineConfig:
     """[engine], or [nodes.engine] merged over it: where the binaries are and how they run."""
 
@@ -409,14 +346,14 @@ class EngineConfig:
     path: tuple[str, ...] = ("bin",)
     lib: str = ""
     args: tuple[str, ...] = ()
-    env: dict[str, str] = field(default_factory=dict)
+    env: dict[str, str] = dataclasses.field(default_factory=dict)
     threads: int = 0
     isolate: str = "auto"
     stall_min_s: float = 10.0  # a ring that is asked, but shows no sign of life, hangs after a time between these two
     stall_max_s: float = 30.0
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class NodeConfig:
     """One [[nodes]] entry, with the cluster-wide [engine] and [ports] merged in."""
 
@@ -426,11 +363,11 @@ class NodeConfig:
     memory_bytes: int | None = None  # None: measured
     gpu_memory_bytes: int | None = None  # None: measured ("auto"); 0: leave the GPU alone
     model_dirs: tuple[str, ...] = ()
-    engine: EngineConfig = field(default_factory=EngineConfig)
-    ports: PortsConfig = field(default_factory=PortsConfig)
+    engine: EngineConfig = EngineConfig()
+    ports: PortsConfig = PortsConfig()
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class RehearseConfig:
     """models.rehearse: what a model that is not there would look like, for the rehearsal engine only."""
 
@@ -439,7 +376,7 @@ class RehearseConfig:
     bytes: int
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ModelConfig:
     """One [[models]] entry."""
 
@@ -452,22 +389,23 @@ class ModelConfig:
     max_output: int = 0  # tokens; 0: no limit of ours
     nodes: tuple[str, ...] = ()  # which may hold it; (): every one
     leader: str = ""  # "": planned
-    layers: dict[str, int] = field(default_factory=dict)  # node -> layer window; {}: planned
+    layers: dict[str, int] = dataclasses.field(default_factory=dict)  # node -> layer window; {}: planned
     autostart: bool = True
     embeddings: bool = False
+    overcommit: bool = False  # may be read from disk again for every token, where memory is short
     rehearse: RehearseConfig | None = None
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Config:
     """A whole shardbox.toml."""
 
     file: str  # the path as the user gave it
     folder: str  # that relative paths in it start from
-    cluster: ClusterConfig = field(default_factory=ClusterConfig)
-    ports: PortsConfig = field(default_factory=PortsConfig)
-    api: ApiConfig = field(default_factory=ApiConfig)
-    engine: EngineConfig = field(default_factory=EngineConfig)
+    cluster: ClusterConfig = ClusterConfig()
+    ports: PortsConfig = PortsConfig()
+    api: ApiConfig = ApiConfig()
+    engine: EngineConfig = EngineConfig()
     nodes: tuple[NodeConfig, ...] = ()
     models: tuple[ModelConfig, ...] = ()
 
@@ -501,8 +439,8 @@ _Path = tuple[str | int, ...]  # such as ("nodes", 0, "ports", "data")
 # --- where a key stands: tomli tells no positions, so the text that it has accepted is scanned for keys ---
 
 _BARE = r"[A-Za-z0-9_-]+"
-_STATEMENT = rf"[ \t]*(\[\[?)?[ \t]*({_BARE}(?:[ \t]*\.[ \t]*{_BARE})*)[ \t]*[\]=]"
-_QUOTED = r'''(?s)"""(?:\\.|[^\\])*?"{3,5}|\'\'\'.*?'{3,5}|"(?:\\.|[^"\\\n])*"|'[^'\n]*'|#[^\n]*'''
+_STATEMENT = re.compile(rf"[ \t]*(\[\[?)?[ \t]*({_BARE}(?:[ \t]*\.[ \t]*{_BARE})*)[ \t]*[\]=]")
+_QUOTED = re.compile(r'''"""(?:\\.|[^\\])*?"{3,5}|\'\'\'.*?'{3,5}|"(?:\\.|[^"\\\n])*"|'[^'\n]*'|#[^\n]*''', re.DOTALL)
 
 
 def _key_lines(text: str) -> dict[_Path, int]:
@@ -511,9 +449,9 @@ def _key_lines(text: str) -> dict[_Path, int]:
     elements: Counter[_Path] = Counter()
     table: _Path = ()
     depth = 0
-    plain = re.sub(_QUOTED, lambda found: "_" + "\n" * found[0].count("\n"), text)
+    plain = _QUOTED.sub(lambda found: "_" + "\n" * found[0].count("\n"), text)
     for number, line in enumerate(plain.split("\n"), 1):
-        if depth == 0 and (found := re.match(_STATEMENT, line)):
+        if depth == 0 and (found := _STATEMENT.match(line)):
             bracket, parts = found[1], re.findall(_BARE, found[2])
             path: _Path = () if bracket else table
             for n, part in enumerate(parts[:6], 1):  # nothing of ours is deeper
@@ -543,19 +481,19 @@ def _shown(value: Any, private: bool = False) -> str:
     return _KINDS.get(type(value), "a date or time")
 
 
-@dataclass(kw_only=True, eq=False)
+@dataclass(slots=True, kw_only=True, eq=False)
 class _Report:
     """All that is wrong with one file."""
 
     file: str
     lines: Mapping[_Path, int]
-    problems: list[tuple[int, ShardboxError]] = field(default_factory=list)  # with its line, or 0
+    problems: list[tuple[int, ShardboxError]] = dataclasses.field(default_factory=list)  # with its line, or 0
     more: int = 0
-    wrong: set[_Path] = field(default_factory=set)  # keys that no further check builds on
-    around: set[_Path] = field(default_factory=set)  # the tables that they stand in
+    wrong: set[_Path] = dataclasses.field(default_factory=set)  # keys that no further check builds on
+    around: set[_Path] = dataclasses.field(default_factory=set)  # the tables that they stand in
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class _Place:
     """A key of the file, or an element of a list in it."""
 
@@ -601,7 +539,7 @@ class _Place:
 
 # --- readers: value and place -> what the dataclass holds; None for its default, or when a problem was noted ---
 
-_Reader: TypeAlias = "Callable[[Any, _Place], Any]"
+_Reader = Callable[[Any, _Place], Any]
 
 
 def _number(low: int, high: int, hint: str = "", kind: type[int | float] = int) -> _Reader:
@@ -649,7 +587,7 @@ def _interface(value: Any, place: _Place) -> Any:
     return place.must('an interface name or an IPv4 network such as "eth0" or "192.168.1.0/24"', value)
 
 
-_OWN_FLAGS = (
+_OWN_FLAGS = re.compile(
     r"(--(?:world|rank|master|next|n-layer-window|data-port|signal-port|host|port|model|ctx-size|parallel|threads"
     r"|embeddings?)|-(?:lw|m|c|np|t))(?![^\s=])"
 )
@@ -657,7 +595,7 @@ _OWN_FLAGS = (
 
 def _argument(value: Any, place: _Place) -> Any:
     """An engine argument that shardbox does not set. Of `--flag=value` only the flag is shown."""
-    if found := isinstance(value, str) and re.match(_OWN_FLAGS, value.replace("_", "-")):  # as llama.cpp reads it
+    if found := isinstance(value, str) and _OWN_FLAGS.match(value.replace("_", "-")):  # as llama.cpp reads it
         return place.add(f"{found[1]} is set by shardbox itself", "from [ports], engine.threads and [[models]]")
     return _line(value, place)
 
@@ -732,8 +670,8 @@ _BASE_HINT = f"Prima needs {PORT_BLOCK} ports from here; leave it out for"
 _PORTS: dict[str, _Reader] = {
     "mesh": _number(1, 65535),
     "api": _number(1, 65535),
-    "data": _number(1024, 65535 - PORT_BLOCK, f"{_BASE_HINT} {PortsConfig.data}"),
-    "signal": _number(1024, 65535 - PORT_BLOCK, f"{_BASE_HINT} {PortsConfig.signal}"),
+    "data": _number(1024, 65535 - PORT_BLOCK, f"{_BASE_HINT} {PortsConfig().data}"),
+    "signal": _number(1024, 65535 - PORT_BLOCK, f"{_BASE_HINT} {PortsConfig().signal}"),
 }
 _NODE_ENGINE: dict[str, _Reader] = {
     "path": _list(_path, "a folder or a list of folders", lone=True),
@@ -755,6 +693,7 @@ _FILE = _table({
         "encryption": _text('"on" or "off"', "on|off"),
         "interfaces": _list(_interface),
         "form_wait_s": _number(0, 86400, kind=float),
+        "replan_s": _number(0, 86400, kind=float),
         "copy_models": _flag,
         "copy_limit": _cap,
     }),
@@ -765,6 +704,7 @@ _FILE = _table({
         "tls_cert": _line,
         "tls_key": _line,
         "hold_s": _number(0, 3600, kind=float),
+        "drain_s": _number(0, 3600, kind=float),
     }),
     "engine": _table({
         "kind": _kind,
@@ -796,6 +736,7 @@ _FILE = _table({
         "layers": _map(_name, _number(1, 4096)),
         "autostart": _flag,
         "embeddings": _flag,
+        "overcommit": _flag,
         "rehearse": lambda value, place: RehearseConfig(**_rehearse(value, place)),
     }, needs=("name", "path")), "a list of tables, [[models]]"),
 })  # fmt: skip
@@ -872,9 +813,10 @@ def _check_models(config: Config, root: _Place) -> None:
 
 
 def _check_ports(config: Config, root: _Place) -> None:
-    """The ports and blocks of each node end before 65536 and do not meet."""
-    hint = f"data and signal take {PORT_BLOCK} ports for each model"
-    block = PORT_BLOCK * max(1, len(config.models))
+    """The ports and blocks of each node end before 65536 and do not meet. Engines that are closed in for sure have
+    ports of their own: there one block is all, and it meets nothing of ours."""
+    hint, closed = f"data and signal take {PORT_BLOCK} ports for each model", config.engine.isolate == "always"
+    block = PORT_BLOCK * (1 if closed else max(1, len(config.models)))
     places = {} if config.nodes else {root.at("ports"): config.ports}
     for n, node in enumerate(config.nodes):
         places[root.at("ports") if node.ports == config.ports else root.at("nodes", n, "ports")] = node.ports
@@ -890,6 +832,8 @@ def _check_ports(config: Config, root: _Place) -> None:
         for pair in itertools.combinations(spans, 2):
             # The one to blame is the one that stands here, not inherited.
             key, other = sorted(pair, key=lambda key: place.at(key).path not in place.report.lines)
+            if closed and len(spans[key]) != len(spans[other]):
+                continue
             if spans[key][0] in spans[other] or spans[other][0] in spans[key]:
                 place.at(key).add(f"{text[key]} meets {other}, {text[other]}", hint)
 
@@ -936,7 +880,7 @@ def parse_config(data: bytes, *, file: str, folder: str) -> Config:
 # ======================================================================================================
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ModelShape:
     """What the planner needs to know of a model; all sizes in bytes as stored in the file."""
 
@@ -951,6 +895,10 @@ class ModelShape:
     ff_width: int
     context_train: int
     layer_bytes: tuple[int, ...]  # one entry a layer: the bytes of its own tensors
+    active_bytes: tuple[int, ...] = ()  # of these, what one token reads: not every expert; (): all
+    kv_values: tuple[int, ...] = ()  # one entry a layer: keys and values of one token; (): kv_heads in each
+    experts_used: int = 0  # of each layer; 0: it has none
+    sliding_window: int = 0  # tokens, as the header says; Prima keeps the whole context all the same
     embedding_bytes: int  # token_embd
     output_bytes: int  # output, output_norm and all else that is not in a layer
     tied_output: bool  # no output.weight: the embedding is used again
@@ -959,7 +907,7 @@ class ModelShape:
     chat_template: bool = False
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class GpuFacts:
     """One accelerator as NVML reports it; None where it gives no reading (a Jetson shares the memory)."""
 
@@ -967,10 +915,11 @@ class GpuFacts:
     name: str
     total_bytes: int | None = None
     free_bytes: int | None = None
+    bytes_per_s: float = 0.0  # of its memory, from clock and width of the bus; 0: no reading
     note: str = ""
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryFacts:
     """Memory of this box or, in a container, of its control group."""
 
@@ -979,7 +928,23 @@ class MemoryFacts:
     source: str = "meminfo"
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SpeedFacts:
+    """How fast this box reads, measured once; 0: not measured (yet)."""
+
+    memory_bytes_per_s: float = 0.0  # all cores together, from memory
+    core_bytes_per_s: float = 0.0  # one core, from its cache: how fast it computes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LinkFacts:
+    """The way to another node over the mesh, measured at the sizes of the engine's messages."""
+
+    rtt_ns: int  # of a small message
+    bytes_per_s: int  # of large ones
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class BinaryFacts:
     """One engine binary: "leader" is llama-server, "worker" is llama-cli."""
 
@@ -992,7 +957,7 @@ class BinaryFacts:
     hint: str = ""
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ModelFacts:
     """One [[models]] entry as this node finds it."""
 
@@ -1009,7 +974,7 @@ class ModelFacts:
     hint: str = ""
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class AddressFacts:
     """One IPv4 address that other boxes may use."""
 
@@ -1019,7 +984,7 @@ class AddressFacts:
     note: str = ""  # such as "link-local, nothing better was found"
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class NodeFacts:
     """Everything that a node knows of itself and tells the others."""
 
@@ -1040,8 +1005,10 @@ class NodeFacts:
     models: tuple[ModelFacts, ...] = ()
     isolation: str = ""  # "" when engines can be closed in, else why not
     engine_kind: str = "prima"
-    ports: PortsConfig = field(default_factory=PortsConfig)
+    ports: PortsConfig = PortsConfig()
     own_bytes: int = 0  # memory held by our own engines now: it counts as free
+    speed: SpeedFacts = SpeedFacts()
+    links: dict[str, LinkFacts] = dataclasses.field(default_factory=dict)  # to other nodes, by name
     key: str = ""  # its public key, as [[nodes]] may pin it
 
     def binary(self, role: str) -> BinaryFacts:
@@ -1101,7 +1068,7 @@ _OTHER_FILES = (  # how it begins, what such a file is, what to do
 GgufValue = str | int | float | tuple[int | float, ...]
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class TensorInfo:
     """One tensor's entry; `offset` counts from the header's `data_offset`, `bytes` is without padding."""
 
@@ -1112,7 +1079,7 @@ class TensorInfo:
     bytes: int
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class GgufHeader:
     """The checked header of one GGUF file, which may be one part of a split model."""
 
@@ -1255,17 +1222,22 @@ def split_parts(name: str) -> tuple[str, ...]:
     return tuple(f"{match[1]}-{number:05}-of-{match[3]}.gguf" for number in range(1, int(match[3]) + 1))
 
 
-def _key_count(header: GgufHeader, key: str, default: int | None = None) -> int:
-    """A key's whole number, the largest where it is an array. Raises GgufError where it is none."""
+def _key_counts(header: GgufHeader, key: str, default: int | None = None) -> tuple[int, ...]:
+    """A key's whole numbers: one, or one a layer. Raises GgufError where it has others, or none."""
     value = header.metadata.get(key, default)
     if value is None:
         raise GgufError(f"key {key[:64]!r} is missing", where=header.name, hint=_WHOLE_MODEL)
     items = value if isinstance(value, tuple) else (value,)
-    whole = [item for item in items if type(item) is int and 0 <= item < 1 << 31]  # a bool is no number
+    whole = tuple(item for item in items if type(item) is int and 0 <= item < 1 << 31)  # a bool is no number
     if not whole or len(whole) < len(items):
         what = f"key {key[:64]!r} must be a whole number, got {value!r:.40}"
         raise GgufError(what, where=header.name, hint=_COPY_AGAIN)
-    return max(whole)
+    return whole
+
+
+def _key_count(header: GgufHeader, key: str, default: int | None = None) -> int:
+    """A key's whole number, the largest where it has one a layer. Raises GgufError where it has none."""
+    return max(_key_counts(header, key, default))
 
 
 def model_shape(headers: Sequence[GgufHeader]) -> ModelShape:
@@ -1283,24 +1255,35 @@ def model_shape(headers: Sequence[GgufHeader]) -> ModelShape:
     def count(key: str, default: int | None = None) -> int:
         return _key_count(first, f"{architecture}.{key}", default)
 
-    layer_bytes = _layer_bytes(first.name, tensors, count("block_count"))
+    layers, experts = count("block_count"), count("expert_count", 0)
+    used = min(experts, count("expert_used_count", experts))
+    layer_bytes, active_bytes = _layer_bytes(first.name, tensors, layers, used / (experts or 1))
     heads, width = count("attention.head_count"), count("embedding_length")
     head_width = width // max(1, heads)
+    key_width, value_width = (count(f"attention.{what}_length", head_width) for what in ("key", "value"))
+    kv_heads = _key_counts(first, f"{architecture}.attention.head_count_kv", heads)
+    if len(kv_heads) not in (1, layers):
+        what = f"key '{architecture}.attention.head_count_kv' has {len(kv_heads)} values for {layers} layers"
+        raise GgufError(what, where=first.name, hint=_COPY_AGAIN)
     by_type: Counter[str] = Counter()
     for tensor in tensors.values():
         by_type[tensor.type] += tensor.bytes
     return ModelShape(
         architecture=_plain_text(architecture),
-        layers=len(layer_bytes),
+        layers=layers,
         width=width,
         vocab=math.prod(embedding.dims[1:]),
         heads=heads,
-        kv_heads=count("attention.head_count_kv", heads),
-        key_width=count("attention.key_length", head_width),
-        value_width=count("attention.value_length", head_width),
+        kv_heads=max(kv_heads),
+        key_width=key_width,
+        value_width=value_width,
         ff_width=count("feed_forward_length"),
         context_train=count("context_length"),
         layer_bytes=layer_bytes,
+        active_bytes=active_bytes,
+        kv_values=tuple(its * (key_width + value_width) for its in kv_heads * (layers // len(kv_heads))),
+        experts_used=used,
+        sliding_window=count("attention.sliding_window", 0),
         embedding_bytes=embedding.bytes,
         output_bytes=by_type.total() - sum(layer_bytes) - embedding.bytes,
         tied_output="output.weight" not in tensors,
@@ -1337,16 +1320,21 @@ def _all_tensors(headers: Sequence[GgufHeader]) -> dict[str, TensorInfo]:
     return tensors
 
 
-def _layer_bytes(where: str, tensors: dict[str, TensorInfo], layers: int) -> tuple[int, ...]:
-    """Bytes of each layer's own tensors. Raises GgufError where a layer has none, or is one too many."""
+def _layer_bytes(
+    where: str, tensors: dict[str, TensorInfo], layers: int, used: float
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Bytes of each layer's own tensors, and what one token reads of them, with this share of the experts.
+    Raises GgufError where a layer has none, or is one too many."""
     sizes: Counter[int] = Counter()
+    active: Counter[int] = Counter()
     for name, tensor in tensors.items():
-        if match := re.match(r"blk\.(\d{1,9})\.", name):
+        if match := re.match(r"blk\.(\d{1,9})\.(ffn_\w+(_exps|\.\d+)\.)?", name):
             sizes[int(match[1])] += tensor.bytes
-    if len(sizes) != layers or max(sizes, default=0) >= layers:
+            active[int(match[1])] += int(tensor.bytes * used) if match[2] else tensor.bytes
+    if not layers or len(sizes) != layers or max(sizes, default=0) >= layers:
         what = f"{layers} layers are announced, there are tensors of {len(sizes)}, up to {max(sizes, default=0)}"
         raise GgufError(what, where=where, hint=_COPY_AGAIN)
-    return tuple(sizes[number] for number in range(layers))
+    return tuple(sizes[number] for number in range(layers)), tuple(active[number] for number in range(layers))
 
 
 # ======================================================================================================
@@ -1354,33 +1342,49 @@ def _layer_bytes(where: str, tensors: dict[str, TensorInfo], layers: int) -> tup
 # ======================================================================================================
 
 HTTP_OFFSET = 32
-ENGINE_BASE_BYTES = 48 * MIB  # an engine before it holds a model: code, threads, vocabulary
 GPU_BASE_BYTES = 512 * MIB  # a CUDA context and its scratch space, on each card
 HEADROOM = 0.05  # of a node's memory, left alone
 CONTEXT_STEP = 32  # llama.cpp rounds a context up to this
 PREFILL_BATCH = 512  # tokens; llama.cpp's default ubatch, what compute buffers are sized for
+MAX_CYCLES = 29  # Prima has 32 schedulers: one a window, and the leader's two ends (bdf9d8e7, src/llama.cpp)
+EXACT_ORDER = 10  # ranks: up to here the order of a ring is the best there is
+
+# What an engine holds beside buffers (measured on bdf9d8e7 over five models): code, threads, tables; strings and
+# indexes of its vocabulary, per token; cells of the KV cache, per token of context.
+ENGINE_BASE_BYTES, VOCAB_TOKEN_BYTES, CONTEXT_CELL_BYTES = 16 * MIB, 512, 128
+
+# How fast it computes: weights a core multiplies while it could scan one byte in its cache; time around each layer; one
+# hop through two engines and forwarders beside the network. Measured on bdf9d8e7 with AVX-512 (2026-12-01, AMD EPYC
+# 9004): eleven quantisations lie within 0.7 and 1.4 of this.
+WEIGHTS_PER_SCANNED_BYTE, LAYER_S, HOP_S = 0.18, 60e-6, 250e-6
+TOKEN_S_PER_VOCAB = 20e-9  # sampling on the leader
+ASSUMED_LINK = LinkFacts(rtt_ns=500_000, bytes_per_s=110_000_000)  # until it is measured: 1 Gbit/s
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class RankPlan:
     """What one node does in a ring. Sizes in bytes; `free_bytes` is what the plan leaves of its budget."""
 
     rank: int
     node: str
-    window: int  # layers
+    window: int  # layers in one go round the ring
+    layers: int = 0  # in all
     first_layer: int
-    gpu_layers: int
+    gpu_layers: int  # of each window
     weights_bytes: int
     kv_bytes: int
     buffer_bytes: int
     gpu_bytes: int  # the part of all these that goes to the card
+    paged_bytes: int = 0  # of the weights, for which there is no memory: read from disk for every token
     free_bytes: int
     threads: int
     why: str
+    compute_s: float = 0.0  # for one token, predicted; 0: not known
+    hop_s: float = 0.0  # from here to the next rank
     copy_bytes: int = 0  # of the model's file, which this node has to fetch first
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ModelPlan:
     """How one model is served: rank 0 leads. `world` 1 means one node holds it all."""
 
@@ -1391,8 +1395,12 @@ class ModelPlan:
     context: int  # tokens over all slots: what the engine is told with -c
     shape: ModelShape
     reason: str
+    cycles: int = 1  # how often a token goes round the ring; more than once: memory is short, weights come from disk
+    token_s: float = 0.0  # predicted for one token, early in a context; 0: not known
+    alone: str = ""  # the node that would be fastest alone, had it the memory; "": not known
+    alone_s: float = 0.0
     root: str = ""  # the content hash that counts; "" while it is not known
-    left_out: dict[str, str] = field(default_factory=dict)  # node -> why
+    left_out: dict[str, str] = dataclasses.field(default_factory=dict)  # node -> why
 
     @property
     def world(self) -> int:
@@ -1404,12 +1412,30 @@ class ModelPlan:
         """The node of rank 0."""
         return self.ranks[0].node
 
+    @property
+    def paged_bytes(self) -> int:
+        """Weights that no memory holds, over all ranks."""
+        return sum(rank.paged_bytes for rank in self.ranks)
+
     def rank_of(self, node: str) -> RankPlan | None:
         """This node's part, None where it has none."""
         return next((rank for rank in self.ranks if rank.node == node), None)
 
 
-@dataclass(frozen=True, kw_only=True)
+BETTER = 0.8  # a plan is clearly better when a token takes at most this share of the time
+
+
+def improvement(old: ModelPlan, new: ModelPlan) -> str:
+    """Why a ring that serves by the old plan should form anew by the new one; "" where that is not worth it: fewer
+    ranks, or as many with (1 - BETTER) of the layers more on cards."""
+    if new.world != old.world:
+        fewer = f"{new.world} node{'s' * (new.world > 1)} can serve it now, instead of {old.world}"
+        return fewer if new.world < old.world else ""
+    gained = sum(rank.gpu_layers for rank in new.ranks) - sum(rank.gpu_layers for rank in old.ranks)
+    return f"{gained} more layers fit on cards" if gained >= (1 - BETTER) * new.layers else ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Room:
     """What one node may spend on a model, in bytes, after caps, head-room and models placed before."""
 
@@ -1417,7 +1443,6 @@ class Room:
     ram_bytes: int
     gpu_bytes: int
     note: str
-    cores: int = 1
 
     @property
     def total_bytes(self) -> int:
@@ -1425,42 +1450,55 @@ class Room:
         return self.ram_bytes + self.gpu_bytes
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Costs:
     """What a model costs in bytes, independent of where it goes."""
 
     layer_bytes: tuple[int, ...]  # weights
-    layer_kv_bytes: int  # KV cache of one layer over the whole context
+    kv_bytes: tuple[int, ...]  # KV cache of each layer over the whole context
+    upto: tuple[int, ...]  # weights and KV cache of all layers before this one
     ends_bytes: int  # embedding and output, held by the leader
-    leader_buffer_bytes: int
-    worker_buffer_bytes: int
+    graph_bytes: int  # compute buffer of one window
+    leader_buffer_bytes: int  # what the leader has beside it, for both ends and the answers
+    base_bytes: int  # an engine before all that, with its scratch space
 
-    def fixed_bytes(self, leader: bool) -> int:
+    def buffer_bytes(self, leader: bool, cycles: int = 1) -> int:
+        """All that a rank holds beside weights and KV cache."""
+        return self.base_bytes + cycles * self.graph_bytes + (self.leader_buffer_bytes if leader else 0)
+
+    def fixed_bytes(self, leader: bool, cycles: int = 1) -> int:
         """What a rank needs before its first layer."""
-        return self.ends_bytes + self.leader_buffer_bytes if leader else self.worker_buffer_bytes
-
-    def range_bytes(self, first: int, count: int) -> int:
-        """Weights and KV cache of `count` layers from `first` on."""
-        return sum(self.layer_bytes[first : first + count]) + count * self.layer_kv_bytes
+        return self.buffer_bytes(leader, cycles) + (self.ends_bytes if leader else 0)
 
     @property
     def total_bytes(self) -> int:
         """All of it on one node."""
-        return self.fixed_bytes(leader=True) + self.range_bytes(0, len(self.layer_bytes))
+        return self.fixed_bytes(leader=True) + self.upto[-1]
 
 
-def model_costs(shape: ModelShape, context: int) -> Costs:
-    """Costs for `context` tokens over all slots. The KV cache is f16, two bytes a value (llama.cpp's default);
-    compute buffers are what its graph keeps at once for a batch of PREFILL_BATCH tokens, in f32."""
-    batch = min(PREFILL_BATCH, context)
-    graph = 4 * batch * (2 * shape.ff_width + 8 * shape.width + context * shape.heads)
-    logits = 4 * batch * shape.vocab
+def model_costs(shape: ModelShape, context: int, slots: int = 1) -> Costs:
+    """Costs for `context` tokens over all slots, as Prima allocates them (bdf9d8e7, src/llama.cpp: build_llama,
+    llama_kv_cache_init, llama_output_reserve; compute buffers to the MiB on five models).
+
+    The KV cache is f16, two bytes a value, for the whole context also in layers with a sliding window. A window's
+    graph keeps the mask and either the scores of all heads and three activations, or both halves of the feed-forward
+    layer (of every used expert) and two. The ends have graphs of their own, and logits for a whole batch."""
+    batch, used = min(PREFILL_BATCH, context), max(1, shape.experts_used)
+    inner, outer = 4 * batch * max(shape.width, shape.heads * shape.key_width), 4 * batch * shape.width
+    forward = 4 * batch * used * max(2 * shape.ff_width, shape.ff_width + shape.width) + 2 * outer
+    scores = 4 * batch * context * shape.heads
+    scratch = 2 * batch * max(context * shape.heads, shape.ff_width * used)  # src1 of a product, as f16 at most
+    values = shape.kv_values or (shape.kv_heads * (shape.key_width + shape.value_width),) * shape.layers
+    kv_bytes = tuple(2 * context * count for count in values)
+    both = [weights + kv for weights, kv in zip(shape.layer_bytes, kv_bytes, strict=True)]
     return Costs(
         layer_bytes=shape.layer_bytes,
-        layer_kv_bytes=2 * context * shape.kv_heads * (shape.key_width + shape.value_width),
+        kv_bytes=kv_bytes,
+        upto=tuple(itertools.accumulate(both, initial=0)),
         ends_bytes=shape.embedding_bytes + shape.output_bytes,
-        leader_buffer_bytes=ENGINE_BASE_BYTES + graph + logits,
-        worker_buffer_bytes=ENGINE_BASE_BYTES + graph,
+        graph_bytes=4 * batch * context + max(scores + 3 * inner, forward) + 64 * KIB,
+        leader_buffer_bytes=4 * (batch + slots) * shape.vocab + 3 * outer,
+        base_bytes=ENGINE_BASE_BYTES + scratch + VOCAB_TOKEN_BYTES * shape.vocab + CONTEXT_CELL_BYTES * context,
     )
 
 
@@ -1490,16 +1528,16 @@ def rehearsed_shape(rehearse: RehearseConfig, name: str) -> ModelShape:
     )
 
 
-def node_room(config: Config, facts: NodeFacts, taken: int, sharers: int, gpu_taken: int = 0) -> Room:
-    """What this node may spend. The rehearsal holds no weights, so there a cap counts as given.
+# --- what the nodes have -------------------------------------------------------------------------------
 
-    `sharers`: how many engines divide this box's cores; one that waits for its ring spins, so they must not overlap."""
-    node = config.node(facts.name)
+
+def node_room(node: NodeConfig, facts: NodeFacts, taken: int = 0, gpu_taken: int = 0) -> Room:
+    """What this node may spend. The rehearsal holds no weights, so there a cap counts as given."""
     measured = facts.memory.available_bytes + facts.own_bytes
     cap = node.memory_bytes
     if cap is None:
         ram, note = measured, f"{format_size(measured)} available"
-    elif config.engine.kind == "rehearsal" or cap <= measured:
+    elif facts.engine_kind == "rehearsal" or cap <= measured:
         ram, note = cap, f"capped at {format_size(cap)}"
     else:
         ram, note = measured, f"{format_size(measured)} available, below its cap of {format_size(cap)}"
@@ -1507,12 +1545,10 @@ def node_room(config: Config, facts: NodeFacts, taken: int, sharers: int, gpu_ta
     gpu = sum(max(0, int(free * (1 - HEADROOM)) - GPU_BASE_BYTES) for free in cards)
     if node.gpu_memory_bytes is not None:
         gpu = min(gpu, node.gpu_memory_bytes)
-    gpu = max(0, gpu - gpu_taken)
-    ram = max(0, int(ram * (1 - HEADROOM)) - taken)
     if taken:
         note += f", {format_size(taken)} of it for other models"
-    threads = node.engine.threads or max(1, facts.cores // max(1, sharers))
-    return Room(node=facts.name, ram_bytes=ram, gpu_bytes=gpu, note=note, cores=threads)
+    ram = max(0, int(ram * (1 - HEADROOM)) - taken)
+    return Room(node=facts.name, ram_bytes=ram, gpu_bytes=max(0, gpu - gpu_taken), note=note)
 
 
 def _binary_problem(facts: NodeFacts, role: str) -> str:
@@ -1520,25 +1556,61 @@ def _binary_problem(facts: NodeFacts, role: str) -> str:
     return f"cannot {'lead' if role == 'leader' else 'work'}: {problem}" if problem else ""
 
 
-def to_fetch(config: Config, model: ModelConfig, facts: NodeFacts, wanted: ModelFacts) -> int:
-    """Bytes of the model's file that this node has to fetch first; 0 where it has it, needs none or cannot."""
-    here, rehearsed = facts.model(model.name), config.engine.kind == "rehearsal" and model.rehearse is not None
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Field:
+    """All nodes, looked through once for every model: what does not depend on the model."""
+
+    config: Config
+    facts: dict[str, NodeFacts]  # by name, in its order
+    entries: dict[str, NodeConfig]
+    copies: dict[str, dict[str, ModelFacts]]  # node -> model -> its copy
+    workers: dict[str, str]  # node -> why it cannot lead
+    broken: dict[str, str]  # node -> why it can do nothing
+
+    def copy(self, node: str, model: str) -> ModelFacts:
+        """This node's copy of a model; one with a `problem` where there is none."""
+        return self.copies[node].get(model) or self.facts[node].model(model)
+
+
+def _look_over(config: Config, facts: Sequence[NodeFacts]) -> _Field:
+    declared = {node.name: node for node in config.nodes}
+    by_name = {node.name: node for node in sorted(facts, key=lambda node: node.name)}
+    default = NodeConfig(name="", engine=config.engine, ports=config.ports)
+    broken, workers = {}, {}
+    for name, node in by_name.items():
+        leader, worker = _binary_problem(node, "leader"), _binary_problem(node, "worker")
+        if leader:
+            workers[name] = leader
+        if node.engine_kind != config.engine.kind:
+            broken[name] = f"runs engine kind {node.engine_kind!r}, this box wants {config.engine.kind!r}"
+        elif leader and worker:
+            broken[name] = worker
+    return _Field(
+        config=config,
+        facts=by_name,
+        entries={name: declared.get(name, default) for name in by_name},
+        copies={name: {copy.name: copy for copy in node.models} for name, node in by_name.items()},
+        workers=workers,
+        broken=broken,
+    )
+
+
+def to_fetch(config: Config, model: ModelConfig, here: ModelFacts, wanted: ModelFacts) -> int:
+    """Bytes of the model's file that a node with this copy has to fetch first; 0 where it needs none or cannot."""
+    rehearsed = config.engine.kind == "rehearsal" and model.rehearse is not None
     fits = here.problem and config.cluster.copy_models and 0 < wanted.size_bytes <= here.room_bytes
     return wanted.size_bytes if fits and not rehearsed else 0
 
 
-def node_problem(config: Config, model: ModelConfig, facts: NodeFacts, wanted: ModelFacts) -> str:
+def _node_problem(field: _Field, model: ModelConfig, name: str, wanted: ModelFacts) -> str:
     """Why this node cannot hold any part of the model, "" when it can. `wanted`: the copy that counts."""
     for key, allowed in (("nodes", model.nodes), ("layers", model.layers)):
-        if allowed and facts.name not in allowed:
+        if allowed and name not in allowed:
             return f"not in the model's `{key}`"
-    if facts.engine_kind != config.engine.kind:
-        return f"runs engine kind {facts.engine_kind!r}, this box wants {config.engine.kind!r}"
-    worker, leader = _binary_problem(facts, "worker"), _binary_problem(facts, "leader")
-    if worker and leader:
-        return worker
-    copy = facts.model(model.name)
-    if to_fetch(config, model, facts, wanted):
+    if name in field.broken:
+        return field.broken[name]
+    config, copy = field.config, field.copy(name, model.name)
+    if to_fetch(config, model, copy, wanted):
         return ""
     if copy.problem and not (config.engine.kind == "rehearsal" and model.rehearse and not copy.path):
         needs, free = format_size(wanted.size_bytes), format_size(copy.room_bytes)
@@ -1549,13 +1621,13 @@ def node_problem(config: Config, model: ModelConfig, facts: NodeFacts, wanted: M
     return ""
 
 
-def copy_that_counts(config: Config, model: ModelConfig, facts: Sequence[NodeFacts]) -> ModelFacts:
+def _copy_that_counts(field: _Field, model: ModelConfig) -> ModelFacts:
     """The content that every rank must have: the leader's where the TOML names one, else that of most nodes that hold
     the model (ties: lowest hash). One that contradicts the TOML's `sha256` is no copy at all. Nodes that may not hold
     a rank count only if no other has it. Raises PlanError where no node has it, or where some would have to fetch it
     and those who have it disagree."""
-    allowed = model.nodes or tuple(model.layers) or [node.name for node in facts]
-    copies = {node.name: node.model(model.name) for node in facts}
+    config, allowed = field.config, dict.fromkeys(model.nodes or tuple(model.layers) or field.facts)
+    copies = {name: field.copy(name, model.name) for name in field.facts}
     whole = {name: copy for name, copy in copies.items() if copy.shape is not None and not copy.problem}
     whole = {name: copy for name, copy in whole.items() if name in allowed} or (
         whole if config.cluster.copy_models else {}
@@ -1565,16 +1637,16 @@ def copy_that_counts(config: Config, model: ModelConfig, facts: Sequence[NodeFac
             return ModelFacts(name=model.name, shape=rehearsed_shape(model.rehearse, model.name))
         found = "; ".join(f"{name}: {copies[name].problem or 'not there'}" for name in copies if name in allowed)
         hint = "copy the file to one box, under the TOML's folder or one of model_dirs"
-        raise _plan_error(model, f"no node has a whole copy of {model.path} ({found})", hint)
+        raise _plan_error(model, f"no node has a whole copy of {model.path} ({found:.4000})", hint)
     votes = Counter(copy.root for copy in whole.values() if copy.root)
     root = min(votes, key=lambda value: (-votes[value], value), default="")
     if model.leader in whole and whole[model.leader].root:
         root = whole[model.leader].root
     wanted = next((copy for copy in whole.values() if copy.root == root), next(iter(whole.values())))
-    takers = [node for node in facts if node.name in allowed and to_fetch(config, model, node, wanted)]
+    takers = [name for name, copy in copies.items() if name in allowed and to_fetch(config, model, copy, wanted)]
     if len(votes) > 1 and takers and not model.sha256 and model.leader not in whole:
         held = ", ".join(f"{name} has {copy.root[:8]}" for name, copy in whole.items() if copy.root)
-        what = f"{takers[0].name} has to fetch {model.path}, but the copies differ: {held}"
+        what = f"{takers[0]} has to fetch {model.path}, but the copies differ: {held}"
         raise _plan_error(model, what, "say which one is right: `sha256` of the model, as sha256sum prints it")
     return wanted
 
@@ -1589,6 +1661,79 @@ def coarse(count: int) -> int:
     return count >> shift << shift
 
 
+# --- how fast it would be ------------------------------------------------------------------------------
+
+
+def compute_s(shape: ModelShape, facts: NodeFacts, threads: int, layers: Sequence[int], gpu: int, leads: bool) -> float:
+    """Seconds that this node computes for one token of which it holds these layers, the last `gpu` on its card;
+    0 where its speed is not known, or nothing is computed (rehearsal).
+
+    What a token reads is weights; early in a context the KV cache adds little. A core is bound by its arithmetic, all
+    of them together by the memory."""
+    active = shape.active_bytes or shape.layer_bytes
+    on_card = sum(active[n] for n in layers[len(layers) - gpu :])
+    ends = (shape.embedding_bytes if shape.tied_output else shape.output_bytes) if leads else 0
+    in_memory = sum(active[n] for n in layers) - on_card + ends
+    _, block, block_bytes = next((kind for kind in GGML_TYPES.values() if kind[0] == shape.quantisation), ("", 1, 1))
+    card = min((gpu.bytes_per_s for gpu in facts.gpus if gpu.bytes_per_s), default=0.0)
+    speed = facts.speed
+    if facts.engine_kind == "rehearsal" or not speed.memory_bytes_per_s or (on_card and not card):
+        return 0.0
+    weights = in_memory * block / block_bytes
+    busy = weights / (threads * speed.core_bytes_per_s * WEIGHTS_PER_SCANNED_BYTE)
+    seconds = max(busy, in_memory / speed.memory_bytes_per_s) + len(layers) * LAYER_S
+    return seconds + (on_card / card if on_card else 0.0) + (shape.vocab * TOKEN_S_PER_VOCAB if leads else 0.0)
+
+
+def hop_ns(one: NodeFacts, other: NodeFacts, message_bytes: int) -> int:
+    """Nanoseconds of one message over the network, one way; the same in both directions."""
+    seen = [link for link in (one.links.get(other.name), other.links.get(one.name)) if link] or [ASSUMED_LINK]
+    return min(link.rtt_ns // 2 + message_bytes * 10**9 // max(1, link.bytes_per_s) for link in seen)
+
+
+def ring_order(costs: Sequence[Sequence[int]]) -> list[int]:
+    """The cheapest way round all places from 0, as their numbers; exact for EXACT_ORDER, else the nearest next and
+    then turned pieces. Of equal ways the one with the lowest numbers first. `costs`: symmetric, integers."""
+    count = len(costs)
+    if count <= 3:
+        return list(range(count))
+    if count > EXACT_ORDER:
+        return _good_order(costs)
+    best: dict[tuple[int, int], tuple[int, tuple[int, ...]]] = {
+        (1 << n, n): (costs[0][n], (n,)) for n in range(1, count)
+    }
+    for _ in range(count - 2):
+        further: dict[tuple[int, int], tuple[int, tuple[int, ...]]] = {}
+        for (seen, last), (cost, way) in best.items():
+            for n in range(1, count):
+                if not seen >> n & 1:
+                    key, offer = (seen | 1 << n, n), (cost + costs[last][n], (*way, n))
+                    if key not in further or offer < further[key]:
+                        further[key] = offer
+        best = further
+    _, way = min((cost + costs[last][0], way) for (_, last), (cost, way) in best.items())
+    return [0, *way]
+
+
+def _good_order(costs: Sequence[Sequence[int]]) -> list[int]:
+    way, left = [0], set(range(1, len(costs)))
+    while left:
+        way.append(min(left, key=lambda n: (costs[way[-1]][n], n)))
+        left.remove(way[-1])
+    size, better = len(way), True
+    while better:
+        better = False
+        for i, j in itertools.combinations(range(1, size), 2):
+            a, b, c, d = way[i - 1], way[i], way[j], way[(j + 1) % size]
+            if costs[a][c] + costs[b][d] < costs[a][b] + costs[c][d]:
+                way[i : j + 1] = reversed(way[i : j + 1])
+                better = True
+    return way
+
+
+# --- one model -----------------------------------------------------------------------------------------
+
+
 def plan_model(
     config: Config,
     model: ModelConfig,
@@ -1598,77 +1743,105 @@ def plan_model(
 ) -> ModelPlan:
     """The plan for one model on these nodes. `taken`: bytes of memory, `gpu_taken`: of cards, that models placed before
     use, by node. Raises PlanError saying what is missing, and by how much."""
-    facts = sorted(facts, key=lambda node: node.name)
-    wanted_copy = copy_that_counts(config, model, facts)
-    shape = typing.cast(ModelShape, wanted_copy.shape)
+    return _timed(_placed(_look_over(config, facts), model, taken, gpu_taken), {node.name: node for node in facts})
+
+
+def _placed(field: _Field, model: ModelConfig, taken: Mapping[str, int], gpu_taken: Mapping[str, int]) -> ModelPlan:
+    wanted = _copy_that_counts(field, model)
+    shape = typing.cast(ModelShape, wanted.shape)
     context = model.slots * (-(-model.context // CONTEXT_STEP) * CONTEXT_STEP)
-    wanted = max(1, sum(other.autostart for other in config.models))
-    machines = Counter(node.machine for node in facts)
-    problems = {node.name: node_problem(config, model, node, wanted_copy) for node in facts}
-    copies = {node.name: to_fetch(config, model, node, wanted_copy) for node in facts}
-    left_out = {name: problem for name, problem in problems.items() if problem}
-    rooms = [
-        node_room(config, node, taken.get(node.name, 0), wanted * machines[node.machine], gpu_taken.get(node.name, 0))
-        for node in facts
-        if not problems[node.name]
-    ]
-    rooms.sort(key=lambda room: (copies[room.node] > 0, -coarse(room.total_bytes), room.node))  # who has it goes first
-    workers = {node.name: problem for node in facts if (problem := _binary_problem(node, "leader"))}
-    leaders = [room for room in rooms if room.node not in workers and model.leader in ("", room.node)]
-    if not leaders and model.leader:
-        what = f"its leader {model.leader} is {(workers | left_out).get(model.leader, 'not reachable')}"
-        raise _plan_error(model, what, "mend or start that box, or leave out `leader`")
-    if not leaders:
-        what = "no node can lead: " + "; ".join(f"{k}: {v}" for k, v in (workers | left_out).items())
-        raise _plan_error(model, what, "one box needs llama-server in [engine] path")
+    costs = model_costs(shape, context, model.slots)
+    least = costs.fixed_bytes(leader=False) + min(costs.layer_bytes) + min(costs.kv_bytes)
+    left_out, rooms = {}, []
+    for name, node in field.facts.items():
+        if problem := _node_problem(field, model, name, wanted):
+            left_out[name] = problem
+        else:
+            rooms.append(node_room(field.entries[name], node, taken.get(name, 0), gpu_taken.get(name, 0)))
+    small = [room for room in rooms if room.total_bytes < least]
+    if len(small) < len(rooms) and not model.layers:  # one that could hold nothing stands in nobody's way
+        part = format_size(least)
+        for room in small:
+            free = format_size(room.total_bytes)
+            left_out[room.node] = f"no room: {free} free here, the least part takes {part}"
+        rooms = [room for room in rooms if room.total_bytes >= least]
+    fetch = {room.node: to_fetch(field.config, model, field.copy(room.node, model.name), wanted) for room in rooms}
+    rooms.sort(key=lambda room: (fetch[room.node] > 0, -coarse(room.total_bytes), room.node))  # who has it goes first
     draft = _Draft(
-        model=model, costs=model_costs(shape, context), rooms=rooms, leaders=leaders, left_out=left_out, workers=workers
+        field=field, model=model, shape=shape, costs=costs, context=context, rooms=rooms, left_out=left_out, fetch=fetch
     )
-    ring, reason = draft.by_hand() if model.layers else draft.single() or draft.ring()
-    taking_part = {room.node for room, _ in ring}
-    spare = {room.node: "not needed: fewer ranks are faster" for room in rooms if room.node not in taking_part}
+    ring, cycles, reason = draft.by_hand() if model.layers else draft.single() or draft.ring()
+    used = {room.node for room, _ in ring}
+    left_out |= {
+        room.node: f"not needed: fewer ranks are faster ({format_size(room.total_bytes)} free here)"
+        for room in rooms
+        if room.node not in used
+    }
     return ModelPlan(
         model=model.name,
-        block=config.models.index(model),
+        block=field.config.models.index(model),
         layers=shape.layers,
         shape=shape,
         context=context,
         reason=reason,
-        root=wanted_copy.root,
-        left_out=left_out | spare,
-        ranks=tuple(replace(rank, copy_bytes=copies[rank.node]) for rank in draft.ranks(ring)),
+        cycles=cycles,
+        root=wanted.root,
+        left_out=left_out,
+        ranks=tuple(replace(rank, copy_bytes=fetch.get(rank.node, 0)) for rank in draft.ranks(ring, cycles)),
     )
 
 
 _Ring = list[tuple[Room, int]]  # each rank's node and layer window, the leader first
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class _Draft:
     """One model's way to a plan: rooms are sorted, the roomiest first."""
 
+    field: _Field
     model: ModelConfig
+    shape: ModelShape
     costs: Costs
+    context: int
     rooms: list[Room]
-    leaders: list[Room]
     left_out: dict[str, str]
-    workers: dict[str, str]  # node -> why it cannot lead
+    fetch: dict[str, int]  # node -> bytes of the file that it has to fetch first
 
-    def single(self) -> tuple[_Ring, str] | None:
-        """One node that can lead, when it all fits there."""
-        need, layers = format_size(self.costs.total_bytes), len(self.costs.layer_bytes)
-        for room in self.leaders:
-            if self.free([(room, layers)])[0] >= 0:
-                fits = f"fits on {room.node} alone ({need} of {format_size(room.total_bytes)})"
-                return [(room, layers)], f"{fits}: not worth splitting, a ring would be slower"
-        return None
+    def leaders(self) -> list[Room]:
+        """Who can lead, the roomiest first. Raises PlanError where nobody can."""
+        model, workers, wanted = self.model, self.field.workers, self.model.leader
+        found = [room for room in self.rooms if room.node not in workers and wanted in ("", room.node)]
+        if not found and wanted:
+            what = f"its leader {wanted} is {(workers | self.left_out).get(wanted, 'not reachable')}"
+            raise _plan_error(model, what, "mend or start that box, or leave out `leader`")
+        if not found:
+            reasons = "; ".join(f"{node}: {why}" for node, why in [*(workers | self.left_out).items()][:MAX_RANKS])
+            raise _plan_error(model, f"no node can lead: {reasons}", "one box needs llama-server in [engine] path")
+        return found
 
-    def by_hand(self) -> tuple[_Ring, str]:
+    def single(self) -> tuple[_Ring, int, str] | None:
+        """One node that can lead, when it all fits there: the fastest as far as is known, else the roomiest."""
+        layers = self.shape.layers
+        fitting = [room for room in self.leaders() if self.free([(room, layers)])[0] >= 0]
+        if not fitting:
+            return None
+
+        def slowness(room: Room) -> tuple[bool, float]:
+            facts = self.field.facts[room.node]
+            gpu = fit_gpu(self.sizes([(0, layers)]), layers, self.gpu_room(room))[0]
+            seconds = compute_s(self.shape, facts, facts.cores, range(layers), gpu, leads=True)
+            return self.fetch[room.node] > 0, coarse(int(seconds * 1e9)) if seconds else math.inf
+
+        room = min(fitting, key=slowness)
+        need = format_size(self.costs.total_bytes)
+        fits = f"fits on {room.node} alone ({need} of {format_size(room.total_bytes)})"
+        return [(room, layers)], 1, f"{fits}: not worth splitting, a ring would be slower"
+
+    def by_hand(self) -> tuple[_Ring, int, str]:
         """The windows that the TOML sets, checked."""
-        windows, layers = self.model.layers, len(self.costs.layer_bytes)
-        rooms = [room for room in self.rooms if room.node in windows]
-        lead = next((room for room in self.leaders if room in rooms), None)
-        missing = [node for node in windows if node not in [room.node for room in rooms]]
+        windows, layers = self.model.layers, self.shape.layers
+        there = [room.node for room in self.rooms]
+        missing = [node for node in windows if node not in there]
         if missing:
             reasons = ", ".join(f"{node} ({self.left_out.get(node, 'not reachable')})" for node in missing)
             what = f"`layers` names nodes that cannot take part: {reasons}"
@@ -1676,45 +1849,54 @@ class _Draft:
         if sum(windows.values()) != layers:
             what = f"`layers` adds up to {sum(windows.values())}, the model has {layers}"
             raise _plan_error(self.model, what, "give every layer to one node")
-        if lead is None:
-            raise _plan_error(self.model, "no node in `layers` can lead", "one of them needs llama-server")
-        rooms.sort(key=lambda room: room is not lead)
-        ring = [(room, windows[room.node]) for room in rooms]
-        free = dict(zip([room.node for room in rooms], self.free(ring), strict=True))
-        short = [f"{node} is short by {format_size(-left)}" for node, left in free.items() if left < 0]
+        ring = [(room, windows[room.node]) for room in self.ordered(self.leaders()[0], self.rooms)]
+        free = zip([room.node for room, _ in ring], self.free(ring), strict=True)
+        short = [f"{node} is short by {format_size(-left)}" for node, left in free if left < 0]
         if short:
             what = f"`layers` by hand do not fit: {', '.join(short)}"
             raise _plan_error(self.model, what, "move layers to a node with room")
-        return ring, "windows set by hand in `layers`"
+        return ring, 1, "windows set by hand in `layers`"
 
-    def ring(self) -> tuple[_Ring, str]:
-        """The fewest nodes that hold it, the roomiest leading; windows by usable memory."""
-        lead, need = self.leaders[0], self.costs.total_bytes
-        others = sorted((room for room in self.rooms if room is not lead), key=lambda room: -room.total_bytes)
-        for count in range(2, min(1 + len(others), MAX_RANKS) + 1):
-            ring = self.shared([lead, *others[: count - 1]])
+    def ring(self) -> tuple[_Ring, int, str]:
+        """The fewest nodes that hold it, the roomiest leading; cards are filled first, then memory by its size."""
+        lead, need = self.leaders()[0], self.costs.total_bytes
+        others = [room for room in self.rooms if room is not lead]
+        others.sort(key=lambda room: (-room.total_bytes, room.node))
+        most = min(1 + len(others), MAX_RANKS, self.shape.layers)
+        for count in range(2, most + 1):
+            ring = self.shared(self.ordered(lead, others[: count - 1]))
             if ring:
                 alone = f"any one node that can lead ({lead.node} has {format_size(lead.total_bytes)})"
-                return ring, f"{format_size(need)} is too much for {alone}: {count} nodes share it"
-        rooms = self.rooms[:MAX_RANKS]
-        need += (len(rooms) - 1) * self.costs.worker_buffer_bytes
+                return ring, 1, f"{format_size(need)} is too much for {alone}: {count} nodes share it"
+        rooms = [lead, *others][:most]
+        need += (len(rooms) - 1) * self.costs.fixed_bytes(leader=False)
         have = sum(room.total_bytes for room in rooms)
-        listing = ", ".join(f"{room.node} {format_size(room.total_bytes)}" for room in rooms)
         short = f"short by {format_size(need - have)}"
         if need <= have:
             short = f"but not in pieces that hold whole layers of {format_size(max(self.costs.layer_bytes))}"
+        if self.model.overcommit and (found := self.cycled(lead, others[: most - 1])):
+            ring, cycles = found
+            return ring, cycles, f"memory is short ({short}): weights are read from disk again for every token"
+        listing = ", ".join(f"{room.node} {format_size(room.total_bytes)}" for room in rooms)
         what = f"too big for the nodes there are: needs {format_size(need)}, they have {format_size(have)}"
-        hint = "add a box, a smaller quantisation or a shorter context"
+        hint = "add a box, a smaller quantisation or a shorter context, or (slow, from disk) set `overcommit = true`"
         raise _plan_error(self.model, f"{what} ({listing}); {short}", hint)
 
+    def ordered(self, lead: Room, rooms: Sequence[Room]) -> list[Room]:
+        """The leader, then the others so that a token is soonest round."""
+        ring = [lead, *(room for room in rooms if room is not lead)]
+        facts = [self.field.facts[room.node] for room in ring]
+        if not any(node.links for node in facts):
+            return ring
+        message = 4 * self.shape.width
+        return [ring[n] for n in ring_order([[hop_ns(one, other, message) for other in facts] for one in facts])]
+
     def shared(self, rooms: list[Room]) -> _Ring | None:
-        """Layers for each node in proportion to its room, at least one each; None when they cannot hold them."""
-        layers = len(self.costs.layer_bytes)
-        spare = [room.total_bytes - self.costs.fixed_bytes(leader=n == 0) for n, room in enumerate(rooms)]
-        if min(spare) <= 0 or len(rooms) > layers:
-            return None
-        windows = largest_remainder(layers, spare)
-        for _ in range(layers):  # layers differ in size: move one at a time from over to under
+        """Layers for each node, at least one each: first what cards hold, the rest in proportion to what is free
+        then; None when they cannot hold them."""
+        layers = self.shape.layers
+        windows = self.first_shares(rooms)
+        for _ in range(layers if windows else 0):  # layers differ in size: move one at a time from over to under
             ring = list(zip(rooms, windows, strict=True))
             free = self.free(ring)
             worst, best = free.index(min(free)), free.index(max(free))
@@ -1726,46 +1908,114 @@ class _Draft:
             windows[best] += 1
         return None
 
-    def free(self, ring: _Ring) -> list[int]:
-        """What each node has left, in bytes; negative: too much."""
-        costs, free = self.costs, []
-        for rank, ((room, window), first) in enumerate(zip(ring, first_layers([w for _, w in ring]), strict=True)):
-            layers = costs.layer_bytes[first : first + window]
-            _, on_card = fit_gpu(layers, costs.layer_kv_bytes, room.gpu_bytes)  # whole layers, and nothing else
-            free.append(room.ram_bytes + on_card - costs.fixed_bytes(rank == 0) - costs.range_bytes(first, window))
-        return free
+    def first_shares(self, rooms: list[Room]) -> list[int]:
+        layers, layer = self.shape.layers, max(1, self.costs.upto[-1] // self.shape.layers)
+        spare = [room.total_bytes - self.costs.fixed_bytes(leader=n == 0) for n, room in enumerate(rooms)]
+        if min(spare) <= 0 or len(rooms) > layers:
+            return []
+        cards = [min(self.gpu_room(room), left) // layer for room, left in zip(rooms, spare, strict=True)]
+        if sum(map(max, cards, itertools.repeat(1))) >= layers:  # the cards are enough
+            return largest_remainder(layers, [max(1, card) for card in cards])
+        left = [max(1, have - card * layer) for have, card in zip(spare, cards, strict=True)]
+        rest = layers - sum(cards)
+        extra = largest_remainder(rest + len(rooms), left)
+        windows = [card + more - 1 for card, more in zip(cards, extra, strict=True)]
+        for n, window in enumerate(windows):  # a rank without layers would leave the ring
+            if not window:
+                windows[windows.index(max(windows))] -= 1
+                windows[n] = 1
+        return windows
 
-    def ranks(self, ring: _Ring) -> tuple[RankPlan, ...]:
-        """The finished ranks with GPU layers and reasons."""
-        starts, free = first_layers([window for _, window in ring]), self.free(ring)
-        lead = "leads: set in the TOML" if self.model.leader else "leads: most room of those that can"
+    def cycled(self, lead: Room, others: Sequence[Room]) -> tuple[_Ring, int] | None:
+        """Windows small enough that each node holds the one it computes and the next, which it fetches meanwhile; and
+        how often they go round. Only what cannot be dropped from memory must fit: KV cache and buffers."""
+        rooms = self.ordered(lead, others)
+        for cycles in range(1 if len(rooms) == 1 else 2, MAX_CYCLES + 1):
+            window_sum = -(-self.shape.layers // cycles)
+            able = [
+                room
+                for room in rooms
+                if room is lead or room.total_bytes > self.costs.fixed_bytes(leader=False, cycles=cycles)
+            ][: min(window_sum, MAX_RANKS)]
+            spare = [room.total_bytes - self.costs.fixed_bytes(room is lead, cycles) for room in able]
+            if min(spare) <= 0:
+                return None
+            ring = list(zip(able, largest_remainder(window_sum, spare), strict=True))
+            needs = [
+                sum(self.costs.kv_bytes[n] for start, count in its for n in range(start, start + count))
+                + min(2, cycles) * window * max(self.costs.layer_bytes) * (len(able) > 1)
+                for its, (_, window) in zip(self.pieces(ring), ring, strict=True)
+            ]
+            if all(need <= have for need, have in zip(needs, spare, strict=True)):
+                return ring, cycles
+            if len(able) == 1:
+                return None
+        return None
+
+    def pieces(self, ring: _Ring) -> list[list[tuple[int, int]]]:
+        return segments([window for _, window in ring], self.shape.layers)
+
+    def sizes(self, pieces: Sequence[tuple[int, int]]) -> list[int]:
+        """Weights and KV cache of each of these layers."""
+        costs = self.costs
+        return [costs.upto[n + 1] - costs.upto[n] for start, count in pieces for n in range(start, start + count)]
+
+    def gpu_room(self, room: Room) -> int:
+        """Bytes of a card for whole layers: each engine on it also has its compute buffer there."""
+        return max(0, room.gpu_bytes - self.costs.graph_bytes)
+
+    def free(self, ring: _Ring, cycles: int = 1) -> list[int]:
+        """What each node has left, in bytes; negative: too much. A part of a layer's room on a card is no use."""
         result, costs = [], self.costs
-        for rank, (room, window) in enumerate(ring):
-            layers = costs.layer_bytes[starts[rank] : starts[rank] + window]
-            gpu_layers, gpu_bytes = fit_gpu(layers, costs.layer_kv_bytes, room.gpu_bytes)
-            why = self.workers.get(room.node, "window by usable memory") if rank else lead
+        for rank, ((room, window), pieces) in enumerate(zip(ring, self.pieces(ring), strict=True)):
+            need = sum(costs.upto[start + count] - costs.upto[start] for start, count in pieces)
+            on_card = fit_gpu(self.sizes(pieces), window, self.gpu_room(room))[1] if room.gpu_bytes else 0
+            result.append(room.ram_bytes + on_card - costs.fixed_bytes(rank == 0, cycles) - need)
+        return result
+
+    def ranks(self, ring: _Ring, cycles: int) -> tuple[RankPlan, ...]:
+        """The finished ranks with GPU layers and reasons."""
+        free, costs = self.free(ring, cycles), self.costs
+        lead = "leads: set in the TOML" if self.model.leader else "leads: most room of those that can"
+        if len(ring) == 1 and not self.model.leader:
+            lead = "leads: holds it all"
+        result = []
+        for rank, ((room, window), pieces) in enumerate(zip(ring, self.pieces(ring), strict=True)):
+            layers = [n for start, count in pieces for n in range(start, start + count)]
+            gpu_layers, gpu_bytes = fit_gpu(self.sizes(pieces), window, self.gpu_room(room))
+            why = self.field.workers.get(room.node, "window by usable memory") if rank else lead
             result.append(
                 RankPlan(
                     rank=rank,
                     node=room.node,
                     window=window,
-                    first_layer=starts[rank],
+                    layers=len(layers),
+                    first_layer=layers[0],
                     gpu_layers=gpu_layers,
-                    weights_bytes=sum(layers) + (0 if rank else costs.ends_bytes),
-                    kv_bytes=window * costs.layer_kv_bytes,
-                    buffer_bytes=costs.worker_buffer_bytes if rank else costs.leader_buffer_bytes,
+                    weights_bytes=sum(costs.layer_bytes[n] for n in layers) + (0 if rank else costs.ends_bytes),
+                    kv_bytes=sum(costs.kv_bytes[n] for n in layers),
+                    buffer_bytes=costs.buffer_bytes(rank == 0, cycles),
                     gpu_bytes=gpu_bytes,
-                    free_bytes=free[rank],
-                    threads=room.cores,
+                    paged_bytes=max(0, -free[rank]),
+                    free_bytes=max(0, free[rank]),
+                    threads=self.field.entries[room.node].engine.threads or self.field.facts[room.node].cores,
                     why=f"{why} ({room.note})",
                 )
             )
         return tuple(result)
 
 
-def first_layers(windows: Sequence[int]) -> list[int]:
-    """Each rank's first layer: rank 1 starts the model and the leader ends it (measured on Prima bdf9d8e7)."""
-    return [sum(windows[1:]), *itertools.accumulate(windows[1:-1], initial=0)][: len(windows)]
+def segments(windows: Sequence[int], layers: int) -> list[list[tuple[int, int]]]:
+    """Each rank's pieces of the model as (first layer, how many): rank 1 starts and the leader ends a round, and rounds
+    go on until the layers are used up (measured on Prima bdf9d8e7)."""
+    pieces: list[list[tuple[int, int]]] = [[] for _ in windows]
+    done, turns = 0, itertools.cycle([*range(1, len(windows)), 0])
+    while done < layers:
+        rank = next(turns)
+        count = min(windows[rank], layers - done)
+        pieces[rank].append((done, count))
+        done += count
+    return pieces
 
 
 def largest_remainder(total: int, weights: Sequence[int]) -> list[int]:
@@ -1778,14 +2028,48 @@ def largest_remainder(total: int, weights: Sequence[int]) -> list[int]:
     return [share + 1 for share in shares]
 
 
-def fit_gpu(layers: Sequence[int], kv_bytes: int, room: int) -> tuple[int, int]:
-    """How many of these layers (from the last back, as llama.cpp offloads) fit in `room`, and their bytes."""
+def fit_gpu(sizes: Sequence[int], window: int, room: int) -> tuple[int, int]:
+    """How many layers of each window (from the last back, as Prima offloads) fit in `room`, and their bytes."""
     count = used = 0
-    for size in reversed(layers):
-        if used + size + kv_bytes > room:
+    while count < window:
+        more = sum(sizes[window - 1 - count :: window])
+        if used + more > room:
             break
-        count, used = count + 1, used + size + kv_bytes
+        count, used = count + 1, used + more
     return count, used
+
+
+def _timed(plan: ModelPlan, facts: Mapping[str, NodeFacts]) -> ModelPlan:
+    """The plan with what a token will take, rank by rank, and on one box that held it all."""
+    shape, ranks = plan.shape, []
+    pieces = segments([rank.window for rank in plan.ranks], plan.layers)
+    for rank, its in zip(plan.ranks, pieces, strict=True):
+        here, after = facts[rank.node], facts[plan.ranks[(rank.rank + 1) % plan.world].node]
+        layers = [n for start, count in its for n in range(start, start + count)]
+        gpu = rank.gpu_layers * len(its)
+        seconds = 0.0 if plan.paged_bytes else compute_s(shape, here, rank.threads, layers, gpu, rank.rank == 0)
+        hop_s = HOP_S + hop_ns(here, after, 4 * shape.width) / 1e9 if plan.world > 1 else 0.0
+        ranks.append(replace(rank, compute_s=seconds, hop_s=hop_s))
+    known = all(rank.compute_s or facts[rank.node].engine_kind == "rehearsal" for rank in ranks)
+    total = sum(rank.compute_s for rank in ranks) + plan.cycles * sum(rank.hop_s for rank in ranks)
+    alone = {
+        rank.node: compute_s(shape, facts[rank.node], rank.threads, range(plan.layers), 0, leads=True) for rank in ranks
+    }
+    fastest = min(
+        (node for node, seconds in alone.items() if seconds), key=lambda node: (alone[node], node), default=""
+    )
+    if plan.world == 1:
+        fastest, alone[fastest] = (plan.leader, total) if known and total else ("", 0.0)
+    return replace(
+        plan,
+        ranks=tuple(ranks),
+        token_s=total if known and not plan.paged_bytes else 0.0,
+        alone=fastest,
+        alone_s=alone.get(fastest, 0.0),
+    )
+
+
+# --- all models ----------------------------------------------------------------------------------------
 
 
 def plan_all(
@@ -1795,11 +2079,14 @@ def plan_all(
     already and keep what they have."""
     placed, taken = placed or {}, Counter[str]()
     gpu_taken = Counter[str]()  # not of `placed`: what NVML calls free is already without it
+    field, holders = _look_over(config, facts), dict[str, int]()
     result: dict[str, ModelPlan | PlanError] = {}
 
     def take(plan: ModelPlan) -> None:
         for rank in plan.ranks:
-            taken[rank.node] += rank.weights_bytes + rank.kv_bytes + rank.buffer_bytes - rank.gpu_bytes
+            need = rank.weights_bytes + rank.kv_bytes + rank.buffer_bytes - rank.gpu_bytes - rank.paged_bytes
+            taken[rank.node] += need
+            holders[plan.model] = holders.get(plan.model, 0) + need
 
     for plan in placed.values():
         take(plan)
@@ -1808,16 +2095,49 @@ def plan_all(
             result[model.name] = placed[model.name]
             continue
         try:
-            plan = plan_model(config, model, facts, taken, gpu_taken)
+            plan = _placed(field, model, taken, gpu_taken)
         except PlanError as error:
-            holders = ", ".join(name for name, other in result.items() if isinstance(other, ModelPlan))
-            error.hint += f"; memory is already given to {holders}" if taken and holders else ""
+            given = ", ".join(f"{name} ({format_size(count)})" for name, count in holders.items())
+            error.hint += f"; memory is already given to {given}" if given else ""
             result[model.name] = error
             continue
         result[model.name] = plan
         if model.autostart:
             take(plan)
-            gpu_taken.update({rank.node: rank.gpu_bytes for rank in plan.ranks})
+            graph = model_costs(plan.shape, plan.context).graph_bytes + GPU_BASE_BYTES
+            gpu_taken.update({rank.node: rank.gpu_bytes + graph for rank in plan.ranks if rank.gpu_bytes})
+    return _divide_cores(field, result, placed)
+
+
+def _divide_cores(
+    field: _Field, plans: dict[str, ModelPlan | PlanError], placed: Mapping[str, ModelPlan]
+) -> dict[str, ModelPlan | PlanError]:
+    """Every engine its share of its box: one that waits for its ring spins, so they must not overlap. One that has all
+    on a card needs a single core. A model that is not started with the node gets a share as if it was."""
+    autostart = {model.name for model in field.config.models if model.autostart}
+    machine = {name: node.machine for name, node in field.facts.items()}
+    cpu, card = Counter[str](), Counter[str]()
+    for name, plan in plans.items():
+        for rank in plan.ranks if isinstance(plan, ModelPlan) and (name in autostart or name in placed) else ():
+            (card if rank.gpu_layers == rank.window else cpu)[machine.get(rank.node, "")] += 1
+
+    def threads(rank: RankPlan, counted: bool) -> int:
+        box, all_there = machine[rank.node], field.facts[rank.node].cores
+        if rank.gpu_layers == rank.window:
+            return 1
+        return max(1, (all_there - card[box]) // max(1, cpu[box] + (not counted)))
+
+    result: dict[str, ModelPlan | PlanError] = {}
+    for name, plan in plans.items():
+        if isinstance(plan, ModelPlan) and name not in placed:
+            ranks = [
+                rank
+                if field.entries[rank.node].engine.threads
+                else replace(rank, threads=threads(rank, name in autostart))
+                for rank in plan.ranks
+            ]
+            plan = _timed(replace(plan, ranks=tuple(ranks)), field.facts)
+        result[name] = plan
     return result
 
 
@@ -1831,7 +2151,7 @@ def api_url(config: Config, node: NodeConfig) -> str:
     return f"http{'s' if config.api.tls_cert else ''}://{config.api.bind}:{node.ports.api}/v1"
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Route:
     """One port that the engine here will dial on 127.0.0.1, and the rank that it stands for."""
 
@@ -1841,7 +2161,7 @@ class Route:
     port: int  # on this box
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class RankWiring:
     """All that is needed to start one rank on its own box."""
 
@@ -1875,6 +2195,8 @@ def wire_rank(
         flags |= {"--world": plan.world, "--rank": rank, "--master": "127.0.0.1", "--next": "127.0.0.1"}
         flags |= {"--data-port": data, "--signal-port": signal}
         flags["-lw"] = ",".join(str(other.window) for other in plan.ranks)
+    if plan.cycles > 1:
+        flags["--prefetch"] = None
     args = [str(word) for pair in flags.items() for word in pair if word is not None]
     routes = tuple(
         Route(kind=kind, rank=other.rank, node=other.node, port=base + other.rank)
@@ -1941,16 +2263,17 @@ class Phase:
     LOADING = "loading"  # engines start and read the model
     PROBING = "probing"  # one real token
     SERVING = "serving"
+    DRAINING = "draining"  # one of its nodes goes: answers in progress may end
     STOPPING = "stopping"
     BACKOFF = "backoff"
     FAILED = "failed"
-    WHOLE = frozenset({PROBING, SERVING})
+    WHOLE = frozenset({PROBING, SERVING, DRAINING})
     ACTIVE = WHOLE | {COPYING, PREPARING, LOADING}
     ALL = ACTIVE | {STOPPED, WAITING, STOPPING, BACKOFF, FAILED}
-    TELLING = (SERVING, PROBING, LOADING, PREPARING, COPYING, STOPPING, FAILED, BACKOFF)  # whose word counts first
+    TELLING = (SERVING, DRAINING, PROBING, LOADING, PREPARING, COPYING, STOPPING, FAILED, BACKOFF)  # who counts first
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Ring:
     """The proposer's view of one model. Times are monotonic seconds of this node."""
 
@@ -1969,7 +2292,7 @@ class Ring:
     stalled: bool = False  # it hung, and has not answered since
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Event:
     """Something that happened to a ring. `generation` fences those that come late; "" fits every one."""
 
@@ -1979,9 +2302,11 @@ class Event:
     plan: ModelPlan | None = None
     token: str = ""  # a fresh random generation, for `plan`
     jitter: float = 0.0  # 0..1, for `stopped`
+    grace_s: float = 0.0  # for answers in progress, for `leaving`
+    idle: bool = False  # nobody waits for an answer, for `tick`
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Effect:
     """What the supervisor has to do: provision | prepare | launch | probe | teardown."""
 
@@ -2049,7 +2374,7 @@ def _on_answered(ring: Ring, event: Event, now: float) -> _Step:
 
 def _on_trouble(ring: Ring, event: Event, now: float) -> _Step:
     """Anything that breaks the ring: all of it stops."""
-    serving, whole = ring.phase == Phase.SERVING, ring.phase in Phase.WHOLE
+    serving, whole = ring.phase in (Phase.SERVING, Phase.DRAINING), ring.phase in Phase.WHOLE
     failures = 1 if serving and now - ring.served_since >= STEADY_S else ring.failures + 1
     blameless = ring.phase in (Phase.COPYING, Phase.PREPARING) or event.kind in ("refused", "lost", "leaving")
     if blameless:  # no engine is to blame: it is never given up
@@ -2059,6 +2384,15 @@ def _on_trouble(ring: Ring, event: Event, now: float) -> _Step:
     ring = replace(ring, last_trouble=event.reason, failures=failures, restarts=restarts, stalled=stalled)
     ring = _move(ring, now, Phase.STOPPING, event.reason)
     return _act(ring, "teardown", reason=event.reason, orderly=whole and event.kind == "leaving")
+
+
+def _on_leaving(ring: Ring, event: Event, now: float) -> _Step:
+    """A node of the ring goes down: answers in progress may end first."""
+    if ring.phase == Phase.DRAINING:
+        return ring, ()
+    if ring.phase == Phase.SERVING and event.grace_s > 0:
+        return _move(ring, now, Phase.DRAINING, event.reason, now + event.grace_s), ()
+    return _on_trouble(ring, event, now)
 
 
 def _on_yield(ring: Ring, event: Event, now: float) -> _Step:
@@ -2088,6 +2422,12 @@ def _on_want(ring: Ring, event: Event, now: float) -> _Step:
     return ring, ()
 
 
+def _on_replan(ring: Ring, event: Event, now: float) -> _Step:
+    """A quiet ring makes room for a better plan: no failure, and nobody notices."""
+    ring = replace(_move(ring, now, Phase.STOPPING, event.reason, failures=0), last_trouble=event.reason)
+    return _act(ring, "teardown", reason=event.reason, orderly=True)
+
+
 def _on_unwant(ring: Ring, event: Event, now: float) -> _Step:
     """The operator's stop."""
     ring, whole, told = replace(ring, wanted=False), ring.phase in Phase.WHOLE, "stopped by the operator"
@@ -2100,8 +2440,11 @@ def _on_tick(ring: Ring, event: Event, now: float) -> _Step:
     """Time alone: deadlines, the end of a pause, and old restarts that no longer count."""
     if ring.restarts and now - ring.restarts[0] > RESTART_MEMORY_S:
         ring = replace(ring, restarts=ring.restarts[1:])
-    if not ring.deadline or now < ring.deadline:
+    drained = ring.phase == Phase.DRAINING and event.idle
+    if not drained and (not ring.deadline or now < ring.deadline):
         return ring, ()
+    if ring.phase == Phase.DRAINING:
+        return _on_trouble(ring, Event(kind="leaving", reason=ring.reason), now)
     if ring.phase == Phase.BACKOFF:
         return _move(ring, now, Phase.WAITING, ring.last_trouble), ()
     why = f"the start deadline ran out while {ring.phase}: {event.reason or 'no rank says why'}"
@@ -2116,8 +2459,10 @@ _STEPS: dict[str, tuple[frozenset[str], Callable[[Ring, Event, float], _Step]]] 
     "granted": (frozenset({Phase.PREPARING}), _on_granted),
     "loaded": (frozenset({Phase.LOADING}), _on_loaded),
     "answered": (frozenset({Phase.PROBING}), _on_answered),
-    **dict.fromkeys(("trouble", "stalled", "refused", "lost", "leaving"), (Phase.ACTIVE, _on_trouble)),
+    **dict.fromkeys(("trouble", "stalled", "refused", "lost"), (Phase.ACTIVE, _on_trouble)),
+    "leaving": (Phase.ACTIVE, _on_leaving),
     "yield": (Phase.ACTIVE, _on_yield),
+    "replan": (frozenset({Phase.SERVING}), _on_replan),
     "stopped": (frozenset({Phase.STOPPING}), _on_stopped),
     "want": (Phase.ALL, _on_want),
     "unwant": (Phase.ALL, _on_unwant),
@@ -2125,7 +2470,7 @@ _STEPS: dict[str, tuple[frozenset[str], Callable[[Ring, Event, float], _Step]]] 
 }
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Lease:
     """One rank's promise to one proposer, on this node's own clock. One a model: two leaders cannot share it."""
 
@@ -2135,7 +2480,7 @@ class Lease:
     expires: float
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Expected:
     """What the leader has, for each rank to compare with: "" is not compared."""
 
@@ -2159,7 +2504,7 @@ PAUSES = 4.0  # a ring hangs when it is quiet for so many times the longest paus
 PAUSE_DECAY = 0.95  # of that pause, at each sign of life
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Pulse:
     """How a ring that is asked shows signs of life (see sign_of_life), to one who looks every WATCH_S. Seconds."""
 
@@ -2190,7 +2535,7 @@ HELD_TRIES = 3  # rings that may break under one request: more, and it may be wh
 SAME_RING_S = 3.0  # a ring that broke off a request, but is still said to serve after so long, is asked again
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Held:
     """A request whose client has been sent nothing yet, so that another ring may answer it. Monotonic seconds."""
 
@@ -2213,7 +2558,7 @@ class Held:
         return now >= self.until or self.breaks >= HELD_TRIES or phase in (Phase.STOPPED, Phase.FAILED)
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class WireView:
     """One forwarded port as `status` shows it."""
 
@@ -2225,7 +2570,7 @@ class WireView:
     received_bytes: int
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class RankView:
     """One rank as its own node sees it."""
 
@@ -2247,7 +2592,7 @@ class RankView:
     wires: tuple[WireView, ...] = ()
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ModelView:
     """One model as its leader, or the node that waits to lead it, tells it."""
 
@@ -2270,7 +2615,7 @@ class ModelView:
     plan: ModelPlan | None = None
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class PeerView:
     """One node, or something that is not (yet) one, as this node sees it."""
 
@@ -2289,7 +2634,7 @@ class PeerView:
     cores: int = 0
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class CopyView:
     """A file on its way to a node, as that node tells it."""
 
@@ -2317,7 +2662,7 @@ def copy_text(view: CopyView) -> str:
     return text + (f", from {', '.join(view.givers)}" if view.givers else "")
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Snapshot:
     """All that `status` needs, from one node, at one moment."""
 
@@ -2332,9 +2677,9 @@ class Snapshot:
     models: tuple[ModelView, ...]
     warnings: tuple[str, ...]
     exits: tuple[str, ...]  # last engine exits with their diagnosis, newest first
-    refusals: dict[str, int] = field(default_factory=dict)
+    refusals: dict[str, int] = dataclasses.field(default_factory=dict)
     copies: tuple[CopyView, ...] = ()  # of all nodes
-    last_refused: dict[str, str] = field(default_factory=dict)  # kind -> who it was
+    last_refused: dict[str, str] = dataclasses.field(default_factory=dict)  # kind -> who it was
 
 
 # --- diagnosis: an engine's end in one sentence (pure) ------------------------------------------------
@@ -2949,7 +3294,7 @@ class Surveyor:
         signature = [file_signature(path) for path in paths]
         if key not in self._known or self._known[key][0] != signature:
             self._known[key] = (signature, probe())
-        return typing.cast("T", self._known[key][1])
+        return typing.cast(T, self._known[key][1])
 
     def _with_root(self, copy: ModelFacts) -> ModelFacts:
         root, problem = self._roots.get(copy.path, ("", ""))
@@ -3129,7 +3474,7 @@ def short_socket_path(path: str) -> Iterator[str]:
 SERVICE_TYPE = "_shardbox._tcp.local."
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Hint:
     """Where a node may be. `cluster` and `protocol` are what an advert claims; a static address claims ours."""
 
@@ -3288,7 +3633,7 @@ _LENGTH = struct.Struct(">I")
 _OVERHEAD_BYTES = _LENGTH.size + 16
 
 
-@dataclass()
+@dataclass(slots=True)
 class WireStats:
     """Counters of one wire. Writers use plain +=: CPython does not switch threads within one."""
 
@@ -3299,7 +3644,7 @@ class WireStats:
     resets: int = 0  # ended unclean, or could not be dialled
 
 
-@dataclass(frozen=True, repr=False)
+@dataclass(frozen=True, slots=True, repr=False)
 class MeshKeys:
     """What a node needs to prove itself and to check others; lives in memory only."""
 
@@ -3479,10 +3824,10 @@ def _reset(sock: socket.socket) -> None:
     sock.close()
 
 
-def _wake(sock: socket.socket, how: int | None = None) -> None:
+def _wake(sock: socket.socket, how: int = socket.SHUT_RDWR) -> None:
     """End the waiting of a thread in `sock`, or in a duplicate of it; nothing can be had from it any more."""
     with contextlib.suppress(OSError):
-        sock.shutdown(socket.SHUT_RDWR if how is None else how)
+        sock.shutdown(how)
 
 
 def _widened(pipe: int) -> int:
@@ -3789,7 +4134,7 @@ def _handshake_failure(error: OSError) -> tuple[str, str, str]:
     return "not_tls", "protocol", "what answers there is no shardbox"
 
 
-OpenService: TypeAlias = "Callable[[str, str], tuple[socket.socket, WireStats]]"
+OpenService = Callable[[str, str], tuple[socket.socket, WireStats]]
 
 
 class Mesh(_Station):
@@ -4013,7 +4358,7 @@ TRICKLE_BYTES_PER_S = 4 * MIB  # of a copy on a box whose engine is answering
 _CHUNK_NUMBER = struct.Struct(">i")
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ListedFile:
     """One file of a listing."""
 
@@ -4022,7 +4367,7 @@ class ListedFile:
     hashes: tuple[str, ...]  # SHA-256 of each CHUNK_BYTES
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Listing:
     """The content of a model, all its parts in order, or of a set of engine files."""
 
@@ -4198,7 +4543,7 @@ class Landing:
             return data < start + size and chunk_hash(file, start, size) == wanted
 
         mine = [(n, chunk) for n, chunk in enumerate(self.chunks) if chunk[0] == number]
-        with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
+        with ThreadPoolExecutor(os.cpu_count()) as pool:
             for (n, _), good in zip(mine, pool.map(right, (chunk for _, chunk in mine)), strict=True):
                 self.held |= good << n
         return all(self.held >> n & 1 for n, _ in mine)
@@ -4596,7 +4941,7 @@ LAUNCH_HINTS = {
 }
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Usage:
     """What an engine and its children have used so far; zeros where it cannot be read."""
 
@@ -5052,7 +5397,7 @@ class RehearsalError(Exception):
     """The rehearsal cannot start or go on; the text says why, in one line."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class RehearsalSetup:
     """One rank's flags, with Prima's defaults, and the sizes of the model that is rehearsed."""
 
@@ -5300,7 +5645,7 @@ class RehearsalLeader:
     """Slots, answers and HTTP of rank 0, as in llama-server. The ring has one thread, where batches queue up."""
 
     def __init__(self, setup: RehearsalSetup, hook: RehearsalHook) -> None:
-        self.setup, self.ring, self.thread = setup, RehearsalRing(setup, hook), concurrent.futures.ThreadPoolExecutor(1)
+        self.setup, self.ring, self.thread = setup, RehearsalRing(setup, hook), ThreadPoolExecutor(1)
         self.slot_context = setup.context // setup.slots
         self.busy, self.free = [False] * setup.slots, asyncio.Semaphore(setup.slots)
         self.ready, self.stop = False, asyncio.Event()
@@ -5495,7 +5840,7 @@ async def gather_all(actions: Iterable[Awaitable[None]]) -> None:
 
 def view_of(kind: type[T], *sources: object, **given: Any) -> T:
     """A view: each field is given, or comes from the first source that has an attribute of its name."""
-    for field in dataclasses.fields(typing.cast("Any", kind)):
+    for field in dataclasses.fields(typing.cast(Any, kind)):
         holder = next((source for source in sources if hasattr(source, field.name)), None)
         if field.name not in given and holder is not None:
             given[field.name] = getattr(holder, field.name)
@@ -5510,7 +5855,7 @@ class Box:
         self.settings = config.node(name)
         self.rehearses = config.engine.kind == "rehearsal"
         self.started = time.monotonic()
-        self.pool = concurrent.futures.ThreadPoolExecutor(max_workers=64, thread_name_prefix="call")
+        self.pool = ThreadPoolExecutor(max_workers=64, thread_name_prefix="call")
         self.tasks: set[asyncio.Task[None]] = set()
         self.stop = asyncio.Event()
         self.failure: ShardboxError | None = None
@@ -5548,7 +5893,7 @@ def dialled_session(dial: Callable[[str], socket.socket], pool: Executor) -> aio
     return aiohttp.ClientSession(connector=connector, timeout=aiohttp.ClientTimeout(total=None))
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class PeerState:
     """What a node answers when another asks how it is."""
 
@@ -5556,23 +5901,25 @@ class PeerState:
     digest: str = ""
     uptime: float = 0.0
     wall: float = 0.0
-    desired: dict[str, tuple[Any, ...]] = field(default_factory=dict)  # see Node.desired
+    leaving: bool = False  # it goes down: no new ring with it
+    desired: dict[str, tuple[Any, ...]] = dataclasses.field(default_factory=dict)  # see Node.desired
     models: tuple[ModelView, ...] = ()
     copies: tuple[CopyView, ...] = ()
-    reached: dict[str, tuple[int, ...]] = field(default_factory=dict)  # see Node.reached
+    reached: dict[str, tuple[int, ...]] = dataclasses.field(default_factory=dict)  # see Node.reached
 
 
-@dataclass(kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class Peer:
     """What we know of one other node. `last_seen` is our own monotonic clock; 0: never."""
 
     name: str
-    hints: dict[tuple[str, int], Hint] = field(default_factory=dict)  # the one heard last is last
+    hints: dict[tuple[str, int], Hint] = dataclasses.field(default_factory=dict)  # the one heard last is last
     facts: NodeFacts | None = None
     facts_digest: str = ""
     models: tuple[ModelView, ...] = ()
     copies: tuple[CopyView, ...] = ()
-    reached: dict[str, tuple[int, ...]] = field(default_factory=dict)  # from there: see Node.reached
+    reached: dict[str, tuple[int, ...]] = dataclasses.field(default_factory=dict)  # from there: see Node.reached
+    leaving: bool = False
     target: Target | None = None
     source: str = ""
     rtt_ms: float = 0.0
@@ -5580,7 +5927,7 @@ class Peer:
     wall_skew_s: float = 0.0
     problem: str = ""
     twin: str = ""  # another machine that calls itself the same
-    news: asyncio.Event = field(default_factory=new_event)  # ask it now
+    news: asyncio.Event = dataclasses.field(default_factory=new_event)  # ask it now
     following: asyncio.Task[None] | None = None
 
 
@@ -5733,7 +6080,7 @@ class Peers:
         peer.facts, peer.facts_digest, peer.models, peer.reached = facts, state.digest, state.models, state.reached
         peer.copies = state.copies
         peer.target, peer.source = (peer.name, hint.address, hint.port), hint.source
-        peer.last_seen, peer.problem = now, ""
+        peer.last_seen, peer.problem, peer.leaving = now, "", state.leaving
         peer.wall_skew_s = state.wall - time.time() if state.wall else 0.0
         if peer.name == self._box.name and facts.machine != self._box.facts.machine:
             self._end_younger(facts.machine, state.uptime)
@@ -5769,7 +6116,7 @@ class Peers:
         await self.session.close()
 
 
-@dataclass(kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class RankRun:
     """This node's part in one ring, from its lease to its end."""
 
@@ -5783,12 +6130,12 @@ class RankRun:
     exit_code: int | None = None
     problem: str = ""
     isolation_problem: str = ""
-    bound: asyncio.Event = field(default_factory=new_event)
-    exited: asyncio.Event = field(default_factory=new_event)
+    bound: asyncio.Event = dataclasses.field(default_factory=new_event)
+    exited: asyncio.Event = dataclasses.field(default_factory=new_event)
     starting: asyncio.Task[None] | None = None
     ending: asyncio.Task[None] | None = None
-    tasks: set[asyncio.Task[None]] = field(default_factory=set)  # end with the run
-    wires: list[tuple[Route, Wire]] = field(default_factory=list)
+    tasks: set[asyncio.Task[None]] = dataclasses.field(default_factory=set)  # end with the run
+    wires: list[tuple[Route, Wire]] = dataclasses.field(default_factory=list)
     session: aiohttp.ClientSession | None = None  # to the engine's HTTP; leaders only
 
     @property
@@ -6002,9 +6349,11 @@ class RankHost:
         name, box = plan.model, self._box
         model = box.model(name)
         numbered = [rank.rank for rank in plan.ranks] == [*range(plan.world)]
-        layers = sum(rank.window for rank in plan.ranks)
+        layers = sum(rank.layers for rank in plan.ranks)
         if not plan.ranks or not numbered or layers != plan.layers or plan.leader != proposer:
             raise PlanError("the proposed plan contradicts itself", where=f"model {name}")
+        if box.stop.is_set() and plan.rank_of(box.name):
+            raise PlanError(f"{box.name} goes down", where=f"model {name}")
         lend = functools.partial(grant, model=name, proposer=proposer, generation=generation, now=time.monotonic())
         claim = self._claims.get(name)
         self._claims[name] = lend(claim if claim and claim.proposer != proposer else None)
@@ -6238,7 +6587,7 @@ class RankHost:
         """This rank for `status`, measured now."""
         usage = run.engine.usage() if run.engine and run.exit_code is None else Usage()
         wires = tuple(view_of(WireView, route, wire.stats, open=wire.stats.connections) for route, wire in run.wires)
-        more = {"node": self._box.name, "layers": run.plan.ranks[run.rank].window, "wires": wires}
+        more = {"node": self._box.name, "layers": run.plan.ranks[run.rank].layers, "wires": wires}
         return view_of(RankView, run, run.plan, run.lease, usage, run.engine, **more)
 
     def _record(self) -> None:
@@ -6251,7 +6600,7 @@ class RankHost:
             log.warning("cannot record running engines: %s", error)
 
 
-@dataclass(kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class Traffic:
     """What clients meet at one model, on this node."""
 
@@ -6415,7 +6764,7 @@ class Rings:
         pace = Pulse(pause_s=self.pauses.get(model))
         while True:
             await asyncio.gather(*(self._look(rank, effect, heard) for rank in effect.plan.ranks))
-            serving = self.rings[model].phase == Phase.SERVING
+            serving = self.rings[model].phase in (Phase.SERVING, Phase.DRAINING)
             sign = f"{sign_of_life([*views.values()])}/{traffic.answered_at}"
             pace = pace.seen(sign, time.monotonic(), asked=not serving or traffic.in_flight > 0)
             if serving:  # how long it pauses while it loads says nothing about answers
@@ -6469,7 +6818,7 @@ def sign_of_life(views: Sequence[RankView]) -> str:
     return f"{moved}/{sum(int(view.cpu_s * 5) for view in views)}/{sum(view.read_bytes for view in views)}"
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Reach:
     """What one node found when it dialled another."""
 
@@ -6543,9 +6892,12 @@ class Node:
         self.control: Any = None  # makes a protocol for a peer's connection; set by start_services()
         self.reached: dict[str, tuple[int, ...]] = {}  # node -> ports of its engines that anybody could reach from here
         self.callers: dict[int, str] = {}  # descriptor of a mesh connection's local end -> who is there
+        self.asking = 0  # requests of clients that entered here and are being answered or held
         self.formed: set[str] = set()  # models that were served while this node was up
         self._plans: dict[str, ModelPlan | PlanError] = {}
         self._plans_key = ""
+        self._compared: dict[str, float] = {}  # model -> when its ring was last compared with today's plan
+        self._offers: dict[str, float] = {}  # model -> since when there has been a better one
         self._surveying, self._moved = asyncio.Lock(), (0.0, 0)
         self._loop = asyncio.get_running_loop()
 
@@ -6659,18 +7011,22 @@ class Node:
     # --- rings ---------------------------------------------------------------------------------------
 
     def all_facts(self) -> list[NodeFacts]:
-        """This node's facts and those of every live peer."""
-        others = [peer.facts for peer in self.peers.live() if peer.facts and peer.name != self.box.name]
+        """This node's facts and those of every live peer that stays."""
+        live = [peer for peer in self.peers.live() if peer.name != self.box.name and not peer.leaving]
+        others = [peer.facts for peer in live if peer.facts]
         return [self.facts, *others]
 
-    def plans(self) -> dict[str, ModelPlan | PlanError]:
-        """Today's plans from live facts; rings that run keep what they have. Cached while nothing changes."""
+    def _running(self) -> dict[str, ModelPlan]:
+        """The plans of all rings that are up or coming up, here and elsewhere."""
         rings: list[ModelView | Ring] = [
             view for peer in self.peers.live() for view in peer.models if view.leader == peer.name
         ]
         rings += self.rings.rings.values()
-        running = {ring.model: ring.plan for ring in rings if ring.plan and ring.phase in Phase.ACTIVE}
-        facts = self.all_facts()
+        return {ring.model: ring.plan for ring in rings if ring.plan and ring.phase in Phase.ACTIVE}
+
+    def plans(self) -> dict[str, ModelPlan | PlanError]:
+        """Today's plans from live facts; rings that run keep what they have. Cached while nothing changes."""
+        running, facts = self._running(), self.all_facts()
         key = digest([[to_json(node) for node in facts], sorted(running)])
         if key != self._plans_key:
             self._plans_key, self._plans = key, plan_all(self.box.config, facts, running)
@@ -6700,7 +7056,7 @@ class Node:
             traffic.unanswered_since = traffic.unanswered_since or now
             if ring.phase == Phase.SERVING or not ring.wanted:
                 traffic.unanswered_since = 0.0
-            self.rings.post(name, Event(kind="tick", reason=self.rings.lagging(name)))
+            self.rings.post(name, Event(kind="tick", reason=self.rings.lagging(name), idle=not traffic.in_flight))
             rival = self.led_elsewhere(name)
             if Phase.SERVING in (ring.phase, rival.phase if rival else ""):
                 self.formed.add(name)
@@ -6708,15 +7064,47 @@ class Node:
                 own = precedence(ring.phase, ring.plan.world, ring.plan.leader)
                 if precedence(rival.phase, rival.world, rival.leader) < own:
                     self.rings.post(name, Event(kind="yield", reason=f"{rival.leader} leads it too, and goes first"))
+            if ring.phase == Phase.SERVING and ring.plan:
+                self._improve(name, ring, ring.plan, now)
             if ring.phase == Phase.WAITING and ring.wanted:
                 plan = self.plans()[name]
                 reason = self._obstacle(self.box.model(name), plan, now)
                 offer = plan if not reason and isinstance(plan, ModelPlan) else None
                 self.rings.post(name, Event(kind="plan", plan=offer, reason=reason, token=secrets.token_hex(8)))
 
+    def _improve(self, name: str, ring: Ring, old: ModelPlan, now: float) -> None:
+        """Form a ring of this node anew once a clearly better plan has stood, and nobody has asked, for replan_s."""
+        quiet_s, traffic = self.box.config.cluster.replan_s, self.rings.traffic[name]
+        asked_at = now if traffic.in_flight else max(traffic.answered_at, ring.served_since)
+        if not quiet_s or now - asked_at < quiet_s / 2 or now - self._compared.get(name, 0.0) < quiet_s / 10:
+            return
+        self._compared[name] = now
+        others = {model: plan for model, plan in self._running().items() if model != name}
+        plan = plan_all(self.box.config, self.all_facts(), others)[name]
+        better = ""
+        if isinstance(plan, ModelPlan) and not any(rank.copy_bytes for rank in plan.ranks):
+            better = improvement(old, plan) if not self._unready(name, plan) else ""
+        offered_at = self._offers.setdefault(name, now)
+        if not better or self.stop.is_set():
+            del self._offers[name]
+        elif now - max(asked_at, offered_at) >= quiet_s:
+            del self._offers[name]
+            self.rings.post(name, Event(kind="replan", generation=ring.generation, reason=f"a better plan: {better}"))
+
+    def _unready(self, name: str, plan: ModelPlan) -> str:
+        """Which node of the plan cannot take part yet, and why; "" when all can."""
+        for node in [] if self.box.rehearses else self.all_facts():
+            copy, rank = node.model(name), plan.rank_of(node.name)
+            if rank and not rank.copy_bytes and not copy.root:
+                return f"{node.name} is reading the model ({100 * copy.hashed_bytes // max(1, copy.size_bytes)} %)"
+        silent = [peer for peer in self.peers.live() if peer.problem and plan.rank_of(peer.name)]
+        return f"{silent[0].name} does not answer: {silent[0].problem}" if silent else ""
+
     def _obstacle(self, model: ModelConfig, plan: ModelPlan | PlanError, now: float) -> str:
         """Why this node should not propose the plan now; "" when it should."""
         elsewhere, held = self.led_elsewhere(model.name), self.host.runs.get(model.name)
+        if self.stop.is_set():
+            return f"{self.box.name} goes down"
         if elsewhere:
             return f"{elsewhere.leader} leads it"
         if held and held.lease.proposer != self.box.name:
@@ -6728,15 +7116,8 @@ class Node:
             return plan.what
         if not plan.root and any(rank.copy_bytes for rank in plan.ranks):
             return "the copy that others are to fetch is still being read"
-        for node in [] if self.box.rehearses else self.all_facts():
-            copy = node.model(model.name)
-            rank = plan.rank_of(node.name)
-            if rank and not rank.copy_bytes and not copy.root:
-                return f"{node.name} is reading the model ({100 * copy.hashed_bytes // max(1, copy.size_bytes)} %)"
-        if plan.leader != self.box.name:
-            return f"{plan.leader} is to lead it"
-        silent = [peer for peer in self.peers.live() if peer.problem and plan.rank_of(peer.name)]
-        return f"{silent[0].name} does not answer: {silent[0].problem}" if silent else ""
+        elsewhere_led = f"{plan.leader} is to lead it" if plan.leader != self.box.name else ""
+        return self._unready(model.name, plan) or elsewhere_led
 
     def _forming_wait(self, model: ModelConfig, now: float) -> str:
         """What the first forming still waits for: declared nodes, or a moment without new ones."""
@@ -6767,7 +7148,7 @@ class Node:
         """Tell the leader of a ring that this node goes, and give it time to stop the ring in order."""
         with contextlib.suppress(ShardboxError, TimeoutError):
             await self._tell_proposer(run, f"{self.box.name} goes down", leaving="yes")
-            await asyncio.wait_for(run.exited.wait(), RING_STOP_S)
+            await asyncio.wait_for(run.exited.wait(), self.box.config.api.drain_s + RING_STOP_S)
 
     async def _tell_proposer(self, run: RankRun, reason: str, **more: str) -> None:
         body = {"model": run.plan.model, "generation": run.lease.generation, "reason": reason, **more}
@@ -6797,6 +7178,7 @@ class Node:
             task.add_done_callback(self._on_loop_end)
         try:
             await self.stop.wait()
+            await self._drain(0.0 if self.box.failure else self.box.config.api.drain_s)
         finally:
             for task in tasks:
                 task.cancel()
@@ -6809,10 +7191,23 @@ class Node:
             log.error("bug in a background task", exc_info=task.exception())
             self.box.fail(ShardboxError(f"bug: {task.exception()!r}", hint="the log has the traceback"))
 
+    async def _drain(self, grace_s: float) -> None:
+        """Let answers in progress end, here and in rings that this node is part of."""
+        log.info("going down: answers in progress have %s; a second signal ends them", format_duration(grace_s))
+        self._tell_news()
+        for name in self.rings.rings:
+            self.rings.post(name, Event(kind="leaving", reason=f"{self.box.name} goes down", grace_s=grace_s))
+        theirs = [self._leave(run) for run in self.host.runs.values() if run.lease.proposer != self.box.name]
+        leaving, deadline = asyncio.gather(*theirs), time.monotonic() + grace_s
+        while self.asking or any(ring.phase == Phase.DRAINING for ring in self.rings.rings.values()):
+            if time.monotonic() > deadline:
+                break
+            await asyncio.sleep(0.1)
+        await leaving
+
     async def _shut_down(self, services: list[Callable[[], Awaitable[None]]]) -> None:
         log.info("stopping")
         await self.rings.close()
-        await gather_all(self._leave(run) for run in self.host.runs.values() if run.lease.proposer != self.box.name)
         for close in (self.library.close, self.host.close, self.discovery.close, *services, self.peers.close):
             await close()
         await self.box.in_thread(self.mesh.close)
@@ -6936,7 +7331,7 @@ def peer_view(peer: Peer, *, live: bool, declared: bool) -> PeerView:
         state=state,
         address=peer.target[1] if peer.target else hint.address if hint else "",
         source=peer.source or (hint.source if hint else ""),
-        detail=peer.twin or ("" if live else peer.problem),
+        detail=peer.twin or ("goes down" if live and peer.leaving else "" if live else peer.problem),
         rtt_ms=peer.rtt_ms if live else 0.0,
         silent_s=time.monotonic() - peer.last_seen if peer.last_seen else 0.0,
     )
@@ -7153,6 +7548,7 @@ class PeerService:
             wall=time.time(),
             desired=dict(node.desired),
             models=tuple(model_view(node, model.name) for model in node.box.config.models),
+            leaving=node.stop.is_set(),
             copies=tuple(copy.view() for copy in node.library.copies.values()),
             reached=dict(node.reached),
         )
@@ -7175,7 +7571,8 @@ class PeerService:
         ring = self._node.rings.rings[self._node.box.model(data["model"]).name]
         if ring.plan and ring.plan.rank_of(self._caller(request)):
             kind, reason = "leaving" if data.get("leaving") else "trouble", printable(data["reason"])[:1000]
-            event = Event(kind=kind, generation=data["generation"] or "-", reason=reason)
+            grace_s = self._node.box.config.api.drain_s
+            event = Event(kind=kind, generation=data["generation"] or "-", reason=reason, grace_s=grace_s)
             self._node.rings.post(ring.model, event)
         return {}
 
@@ -7421,7 +7818,6 @@ class Endpoint:
     def __init__(self, node: Node) -> None:
         self._node = node
         self._keys = read_api_keys(node.box.config)
-        self._asking = 0
         self.silent: dict[int, asyncio.TimerHandle] = {}  # connection -> when it is closed if it asks nothing
 
     def app(self) -> web.Application:
@@ -7479,13 +7875,16 @@ class Endpoint:
 
     async def generate(self, request: web.Request) -> web.StreamResponse:
         """A completion, chat completion or embedding."""
-        if self._asking >= MAX_REQUESTS:
+        node = self._node
+        if node.stop.is_set():
+            raise ApiError(503, f"{node.box.name} is going down: ask another node", "node_going_down")
+        if node.asking >= MAX_REQUESTS:
             raise ApiError(429, f"{MAX_REQUESTS} requests are being answered here already", "too_many_requests")
-        self._asking += 1
+        node.asking += 1
         try:
-            return await answer_request(self._node, request, request.path)
+            return await answer_request(node, request, request.path)
         finally:
-            self._asking -= 1
+            node.asking -= 1
 
 
 def read_api_keys(config: Config) -> list[bytes]:
@@ -7584,7 +7983,7 @@ async def wait_for_ring(node: Node, model: str, held: Held, error: RingError) ->
     try:
         while True:
             view, now = best_view(node, model), time.monotonic()
-            if held.gives_up(view.phase, now):
+            if node.stop.is_set() or held.gives_up(view.phase, now):
                 raise error if held.breaks >= HELD_TRIES or view.phase == Phase.SERVING else not_ready(node, model)
             if held.may_ask(view.phase, view.generation, now):
                 return
@@ -7699,6 +8098,7 @@ async def answer_model(
         raise RingError(503, text, "ring_lost") from None
     finally:
         traffic.in_flight -= 1
+        traffic.answered_at = time.monotonic()
 
 
 def engine_request(path: str, model: ModelConfig, body: dict[str, Any]) -> dict[str, Any]:
@@ -8187,7 +8587,6 @@ def cmd_up(config: Config, name: str, detach: bool) -> int:
         if problem and config.node(name).engine.isolate == "always":
             hint = 'mend that, or set [engine] isolate = "auto"'
             raise ShardboxError(f"engines cannot be closed in: {problem}", where="engine.isolate", hint=hint)
-        load_all()
         spawner = Spawner.start()  # likewise
         sys.setswitchinterval(1e-4)  # the wires' threads must not wait for the event loop's (mesh measurements)
         try:
@@ -8207,6 +8606,8 @@ async def _run_node(config: Config, name: str, folder: str, keys: MeshKeys, spaw
     def on_signal() -> None:
         if node.stop.is_set():
             log.warning("second signal: ending at once")
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(control_path(folder))
             os._exit(1)  # the engines die with the spawner
         node.stop.set()
 
@@ -8293,7 +8694,8 @@ def cmd_down(config: Config, name: str, everywhere: bool) -> int:
         return 0
     for peer, answer in reply["told"].items():
         print(f"{peer}: {answer}")
-    deadline = time.monotonic() + 30
+    patience_s = 30 + config.api.drain_s
+    deadline = time.monotonic() + patience_s
     while time.monotonic() < deadline:
         try:
             with one_node_only(state_folder(config.cluster.name, name), name):
@@ -8301,13 +8703,15 @@ def cmd_down(config: Config, name: str, everywhere: bool) -> int:
                 return 0
         except ShardboxError:
             time.sleep(0.1)
-    raise ShardboxError(f"node {name} is still ending after 30 s", hint="see its log")
+    raise ShardboxError(f"node {name} is still ending after {patience_s:.0f} s", hint="see its log")
 
 
 def cmd_status(config_path: str | None, node: str | None, timeout_s: float, as_json: bool, brief: bool) -> int:
     """How the cluster is. Exit code: 0 OK, 1 WARNING, 2 CRITICAL, 3 UNKNOWN (the monitoring-plugins convention)."""
     data = {}
     try:
+        if math.isnan(timeout_s):
+            raise UsageError("--timeout must be a number of seconds")
         config = load_config(config_path)
         snapshot = read_status(config, node_name(config, node), timeout_s)
         code, line = status_line(snapshot)
@@ -8675,7 +9079,7 @@ async def reach_outward(config: Config, facts: NodeFacts, secret: str) -> dict[s
         raise MeshError("this node is not up", kind="refused")
 
     mesh = Mesh(keys=own_keys(config, facts.name, secret), open_service=refuse)
-    with concurrent.futures.ThreadPoolExecutor(max_workers=16) as pool:
+    with ThreadPoolExecutor(max_workers=16) as pool:
         pairs = await reach_all(config, facts.name, hints, mesh, pool)
     mesh.close()
     found = {"pairs": to_json(pairs), "facts": [to_json(facts)], "discovery": problem}
@@ -8895,69 +9299,43 @@ def show_demo(config: Config, once: bool) -> int:
 # --- the program -----------------------------------------------------------------------------------------
 
 
-class Command:
-    """What runs, an example, and names and settings of each parameter as argparse takes them."""
+def build_cli() -> Any:
+    """The click group. A command's first word in its example is its name, its function's docstring its help."""
+    import click
 
-    def __init__(self, run: Callable[..., int], example: str, params: Sequence[tuple[Any, dict[str, Any]]]) -> None:
-        self.run, self.example, self.params = run, example, params
-        self.name, self.help = example.partition(" ")[0], str(run.__doc__)
+    def option(*names: str, **more: Any) -> click.Option:
+        return click.Option(names, **more)
 
+    def add(run: Callable[..., int], example: str, *params: click.Parameter) -> None:
+        epilog, name = f"Example: shardbox {example}", example.partition(" ")[0]
+        group.add_command(click.Command(name, params=list(params), callback=run, help=run.__doc__, epilog=epilog))
 
-def param(*names: str, **settings: Any) -> tuple[Any, dict[str, Any]]:
-    """An option, or an argument where the name has no dash."""
-    return names, settings
-
-
-def between(low: float, high: float, kind: type[int] | type[float]) -> Callable[[str], float]:
-    """A number on the command line within these limits."""
-
-    def read(text: str) -> float:
-        with contextlib.suppress(ValueError):
-            if low <= kind(text) <= high:
-                return kind(text)
-        raise argparse.ArgumentTypeError(
-            f"must be a {'whole ' if kind is int else ''}number {low}-{high}, got {text!r}"
-        )
-
-    return read
-
-
-def commands() -> dict[str, Command]:
-    """Every command. The first word of its example is its name, its function's docstring its help."""
     common = (
-        param("--config", dest="config_path", metavar="FILE", help="The TOML (default: see the README)."),
-        param("--node", metavar="NAME", help="Which [[nodes]] entry this box is (default: its hostname)."),
+        option("--config", "config_path", metavar="FILE", help="The TOML (default: see the README)."),
+        option("--node", metavar="NAME", help="Which [[nodes]] entry this box is (default: its hostname)."),
     )
-    readable = (*common, param("--json", dest="as_json", action="store_true", help="Print JSON."))
-    detach = param("--detach", action="store_true", help="Go on in the background, with a log file.")
-    everywhere = param("--all", dest="everywhere", action="store_true", help="On every box of the cluster.")
-    help_timeout, seconds = "Then give up and say CRITICAL (default 10).", between(0.1, 3600, float)
-    timeout = param("--timeout", dest="timeout_s", default=10.0, metavar="SECONDS", type=seconds, help=help_timeout)
-    brief = param("--brief", action="store_true", help="Only the first line.")
-    facts = param("--facts", dest="facts_file", metavar="FILE", help="Plan from this file instead of the live cluster.")
-    target = param("target", nargs="?", default="", metavar="NODE", help="Only this node's.")
-    of_model = param("--model", default="", metavar="NAME", help="Only this model's engines.")
-    lines_help, many = "Last lines of each log (default 100).", between(1, 10000, int)
-    lines = param("-n", "--lines", default=100, type=many, metavar="N", help=lines_help)
-    model = param("model", metavar="MODEL")
-    giver = param("--from", dest="giver", default="", metavar="NODE", help="Only from this box.")
-    over = param("--replace", dest="over", action="store_true", help="Also in the place of a file with other bytes.")
-    prune = param("--prune", action="store_true", help="Remove what was copied here and is not in the TOML any more.")
-    yes = param("--yes", action="store_true", help="Do not ask.")
-    any_model = param("model", nargs="?", default="", metavar="MODEL", help="Only this one.")
-    once = param("--once", action="store_true", help="End after one answer (also without a terminal).")
-    count = param(
-        "--nodes", dest="count", default=3, type=between(1, 8, int), metavar="N", help="How many (default 3)."
-    )
-    full = param("--full", action="store_true", help="Also commit, date, interpreter, libraries, licences.")
-    verify = param("--verify", action="store_true", help="Check the executable and what is unpacked from it.")
+    readable = (*common, option("--json", "as_json", is_flag=True, help="Print JSON."))
+    detach = option("--detach", is_flag=True, help="Go on in the background, with a log file.")
+    everywhere = option("--all", "everywhere", is_flag=True, help="On every box of the cluster.")
+    help_timeout, seconds = "Then give up and say CRITICAL (default 10).", click.FloatRange(0.1, 3600)
+    timeout = option("--timeout", "timeout_s", default=10.0, metavar="SECONDS", type=seconds, help=help_timeout)
+    brief = option("--brief", is_flag=True, help="Only the first line.")
+    facts = option("--facts", "facts_file", metavar="FILE", help="Plan from this file instead of the live cluster.")
+    target = click.Argument(["target"], required=False, default="", metavar="[NODE]")
+    of_model = option("--model", default="", metavar="NAME", help="Only this model's engines.")
+    lines_help, many = "Last lines of each log (default 100).", click.IntRange(1, 10000)
+    lines = option("-n", "--lines", default=100, type=many, help=lines_help)
+    model = click.Argument(["model"], metavar="MODEL")
+    giver = option("--from", "giver", default="", metavar="NODE", help="Only from this box.")
+    over = option("--replace", "over", is_flag=True, help="Also in the place of a file with other bytes.")
+    prune = option("--prune", is_flag=True, help="Remove what was copied here and is not in the TOML any more.")
+    yes = option("--yes", is_flag=True, help="Do not ask.")
+    any_model = click.Argument(["model"], required=False, default="", metavar="[MODEL]")
+    once = option("--once", is_flag=True, help="End after one answer (also without a terminal).")
+    count = option("--nodes", "count", default=3, type=click.IntRange(1, 8), help="How many nodes (default 3).")
 
-    table: dict[str, Command] = {}
-
-    def add(run: Callable[..., int], example: str, *params: tuple[Any, dict[str, Any]]) -> None:
-        command = Command(run, example, params)
-        table[command.name] = command
-
+    summary = "Run a language model that is too big for any one of your machines, on all of them together."
+    group = click.Group("shardbox", help=summary, context_settings={"help_option_names": ["-h", "--help"]})
     add(cmd_up, "up --config /etc/shardbox/shardbox.toml", *common, detach)
     add(cmd_down, "down --all", *common, everywhere)
     add(cmd_status, "status --brief", *readable, timeout, brief)
@@ -8972,20 +9350,10 @@ def commands() -> dict[str, Command]:
     add(cmd_check, "check", *readable)
     add(cmd_demo, "demo --once", once, count)
     add(cmd_secret, "secret > cluster.secret")
+    full = option("--full", is_flag=True, help="Also commit, date, interpreter, libraries, licences.")
+    verify = option("--verify", is_flag=True, help="Check the executable and what is unpacked from it.")
     add(cmd_version, "version --full", full, verify)
-    return table
-
-
-def general_help(table: Mapping[str, Command]) -> str:
-    """What `shardbox --help` prints."""
-    lines = [f"  {name:9} {command.help}" for name, command in table.items()]
-    return "\n".join([
-        "Usage: shardbox COMMAND [OPTIONS]",
-        "\nRun a language model that is too big for any one of your machines, on all of them together.\n",
-        "Commands:",
-        *lines,
-        "\n`shardbox COMMAND --help` shows a command's options.",
-    ])  # fmt: skip
+    return group
 
 
 def hold_unpacked() -> None:
@@ -9011,27 +9379,21 @@ def restore_environment() -> None:
         os.environ["PYINSTALLER_RESET_ENVIRONMENT"] = "1"  # for when we start ourselves
 
 
-def set_up_logging(default: str) -> None:
-    """To stderr, from the level that SHARDBOX_LOG names."""
-    for name in ("aiohttp.server", "zeroconf"):  # a client's broken HTTP or a vanished address is no bug of ours
-        logging.getLogger(name).setLevel(logging.CRITICAL)
-    level = os.environ.get("SHARDBOX_LOG", default).upper()
-    logging.basicConfig(
-        level=level if level in logging.getLevelNamesMapping() else "INFO",
-        stream=sys.stderr,
-        format="%(asctime)s %(levelname)s %(message)s",
-        datefmt="%H:%M:%S",
-    )
-
-
 def main(argv: Sequence[str] | None = None) -> int:
     """The whole program; the only place that turns errors into exit codes."""
     args = list(sys.argv[1:] if argv is None else argv)
     restore_environment()
     if args[:1] == ["rehearse"]:
         return rehearse(args[1:], os.environ)
-    if args[:1] not in (["status"], ["version"]):
-        set_up_logging("INFO" if args[:1] == ["up"] else "WARNING")
+    for name in ("aiohttp.server", "zeroconf"):  # a client's broken HTTP or a vanished address is no bug of ours
+        logging.getLogger(name).setLevel(logging.CRITICAL)
+    level = os.environ.get("SHARDBOX_LOG", "INFO" if args[:1] == ["up"] else "WARNING").upper()
+    logging.basicConfig(
+        level=level if level in logging.getLevelNamesMapping() else "INFO",
+        stream=sys.stderr,
+        format="%(asctime)s %(levelname)s %(message)s",
+        datefmt="%H:%M:%S",
+    )
     code = run_command(args)
     try:
         print(end="", flush=True)
@@ -9040,41 +9402,22 @@ def main(argv: Sequence[str] | None = None) -> int:
     return code
 
 
-def parse(command: Command, args: Sequence[str]) -> dict[str, Any]:
-    """The command's settings. Raises UsageError, and SystemExit where --help was asked for and has been printed."""
-
-    class Parser(argparse.ArgumentParser):
-        def error(self, message: str) -> typing.NoReturn:
-            raise UsageError(message, where=self.prog, hint=f"`{self.prog} --help` shows what it takes")
-
-    layout, example = argparse.RawDescriptionHelpFormatter, f"Example: shardbox {command.example}"
-    parser = Parser(f"shardbox {command.name}", description=command.help, epilog=example, allow_abbrev=False,
-                    formatter_class=layout)  # fmt: skip
-    for names, settings in command.params:
-        parser.add_argument(*names, **settings)
-    return vars(parser.parse_args(args))
-
-
 def run_command(args: list[str]) -> int:
     """The exit code of one command; an error is printed with its hint."""
-    table, (name, *rest) = commands(), args or [""]
-    if name in ("-h", "--help", ""):
-        print(general_help(table), file=sys.stdout if name else sys.stderr)
-        return 0 if name else 2
+    import click
+
     try:
-        if name not in table:
-            near = difflib.get_close_matches(name, table, 1)
-            hint = f"did you mean {near[0]}?" if near else f"there are: {', '.join(table)}"
-            raise UsageError(f"no command {name!r}", where="shardbox", hint=hint)
-        return table[name].run(**parse(table[name], rest))
-    except SystemExit:
-        return 0
-    except KeyboardInterrupt:
+        code = build_cli().main(args=args, prog_name="shardbox", standalone_mode=False)
+        return int(code or 0)
+    except click.ClickException as error:
+        if args[:1] == ["status"]:
+            print(f"SHARDBOX UNKNOWN - {error.format_message()}".replace("\n", " "))
+            return UNKNOWN
+        error.show()
+        return 2
+    except (click.Abort, KeyboardInterrupt):
         return 130
     except ShardboxError as error:
-        if name == "status":
-            print(f"SHARDBOX UNKNOWN - {error}".replace("\n", " "))
-            return UNKNOWN
         print(error, file=sys.stderr)
         return error.exit_code
 

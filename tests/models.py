@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import random
 import struct
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from shardbox import GGML_TYPES, MIB
 
 TYPE_NUMBERS = {name: number for number, (name, _, _) in GGML_TYPES.items()}
-Value = int | float | bool | str | bytes | list[str] | list[int]
+Value = int | float | bool | str | bytes | list[str] | list[int] | list[float]
 Tensor = tuple[str, tuple[int, ...], str]
 
 
@@ -32,6 +32,8 @@ def encode(value: Value) -> bytes:
         return struct.pack("<I", 8) + text(value)
     if value and isinstance(value[0], str):
         return struct.pack("<IIQ", 9, 8, len(value)) + b"".join(text(str(item)) for item in value)
+    if value and isinstance(value[0], float):
+        return struct.pack(f"<IIQ{len(value)}f", 9, 6, len(value), *value)
     return struct.pack(f"<IIQ{len(value)}i", 9, 5, len(value), *value)
 
 
@@ -43,15 +45,22 @@ def tensor_bytes(dims: Sequence[int], kind: str) -> int:
     return count // block * size
 
 
-def write_gguf(metadata: Mapping[str, Value], tensors: Sequence[Tensor] = (), *, version: int = 3) -> bytes:
-    """A whole small GGUF file, its tensors filled with zeros."""
+def write_gguf(
+    metadata: Mapping[str, Value],
+    tensors: Sequence[Tensor] = (),
+    *,
+    version: int = 3,
+    fill: Callable[[str, int], bytes] = lambda _, size: bytes(size),
+) -> bytes:
+    """A whole GGUF file; `fill` gives the bytes of a tensor by its type and size."""
     out = b"GGUF" + struct.pack("<IQQ", version, len(tensors), len(metadata))
     out += b"".join(text(key) + encode(value) for key, value in metadata.items())
-    data = b""
+    data = bytearray()
     for name, dims, kind in tensors:
         out += text(name) + struct.pack(f"<I{len(dims)}Q", len(dims), *dims)
         out += struct.pack("<IQ", TYPE_NUMBERS[kind], len(data))
-        data += bytes(-(-tensor_bytes(dims, kind) // 32) * 32)
+        data += fill(kind, tensor_bytes(dims, kind))
+        data += bytes(-len(data) % 32)
     return out + bytes(-len(out) % 32) + data if tensors else out
 
 

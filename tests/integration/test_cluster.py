@@ -682,6 +682,38 @@ def assert_nothing_left(host: Host) -> None:
     assert not list(host.folder.rglob("control.sock"))
 
 
+@pytest.mark.parametrize(("leaver", "entry"), [("beta", "gamma"), ("alpha", "alpha"), ("beta", "beta")])
+def test_down_lets_a_stream_end_and_takes_no_new_requests(ring: Lan, leaver: str, entry: str) -> None:
+    """A worker, the leader, and the node where the request entered."""
+    host = ring.hosts[leaver]
+    with ring.hosts[entry].stream(CHAT, chat(max_tokens=3000)) as stream:
+        assert len(stream.take(5)) == 5
+        with ThreadPoolExecutor(1) as thread:
+            down = thread.submit(host.run, "down")
+            ring.hosts["alpha"].wait_status(lambda found: model(found).phase == "draining", "it drains")
+            refused = host.http("POST", CHAT, chat())
+            events = list(stream)
+
+    assert refused.status == 503 and f"{leaver} is going down" in refused.error["message"]
+    assert events[-1] == "[DONE]" and len(events) > 2900 and not any("error" in event for event in events[:-1])
+    assert down.result().returncode == 0 and f"{leaver}: down" in down.result().stdout
+    assert host.up_process and host.up_process.wait(10) == 0
+    assert_nothing_left(host)
+
+
+def test_second_interrupt_ends_at_once_and_leaves_nothing(ring: Lan, beta: Host, gamma: Host) -> None:
+    with gamma.stream(CHAT, chat(max_tokens=8000)) as stream:
+        assert len(stream.take(5)) == 5
+        assert beta.up_process
+        beta.up_process.send_signal(signal.SIGINT)
+        beta.wait_status(lambda found: model(found).phase == "draining", "it drains")
+        beta.up_process.send_signal(signal.SIGINT)
+        assert beta.up_process.wait(10) == 1
+        assert_broken_off(list(stream))
+    eventually(lambda: not beta.pids(), "no engine", 10)
+    assert_nothing_left(beta)
+
+
 def test_down_on_one_leaves_nothing_there_and_others_say_so(alpha: Host, gamma: Host) -> None:
     done = gamma.run("down")
 
@@ -813,6 +845,26 @@ def test_forming_declared_node_missing_503_then_without_it(hosts: MakeLan) -> No
         alpha.up()  # it led once, and would again: but there is a ring
         back = alpha.wait_status(serves(2), "it sees the ring of the others")
         assert model(back).generation == model(found).generation and model(back).leader == "beta"
+
+
+def test_better_plan_is_taken_at_a_quiet_moment_only(hosts: MakeLan) -> None:
+    """gamma, which comes late, could hold all that alpha and beta hold together."""
+    text = cluster_toml(memory=HALF, form_wait_s=1).replace("form_wait_s = 1", "form_wait_s = 1\nreplan_s = 10")
+    text = text.replace(f'name = "gamma"\nmemory = "{HALF}"', 'name = "gamma"\nmemory = "4500MiB"')
+    with hosts(text, MEMBERS) as lan:
+        alpha, _ = lan.up("alpha", "beta")
+        before = model(alpha.wait_status(serves(2), "a ring of 2")).generation
+        gamma = lan.hosts["gamma"]
+        gamma.up()
+        gamma.wait_status(lambda found: model(found).generation == before, "gamma sees the ring")
+        asked_until = time.monotonic() + 15
+        while time.monotonic() < asked_until:  # longer than replan_s
+            assert alpha.http("POST", CHAT, chat(max_tokens=100)).status == 200
+            assert model(alpha.wait_status(serves(2), "the ring that was there")).generation == before
+
+        after = alpha.wait_status(lambda found: serves(1)(found) and nodes_of(found) == ["gamma"], "gamma alone")
+        assert time.monotonic() - asked_until >= 9
+        assert model(after).restarts == 0 and alpha.http("POST", CHAT, chat(max_tokens=3)).status == 200
 
 
 # --- the real engine ---------------------------------------------------------------------------------------

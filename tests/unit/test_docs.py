@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from shardbox import commands
+from shardbox import build_cli
 
 README = Path(__file__).parents[2] / "README.md"
+CLI: Any = build_cli()
 OPTIONS = [
     (name, option)
-    for name, command in commands().items()
-    for options, _ in command.params
-    for option in options
+    for name, command in CLI.commands.items()
+    for parameter in command.params
+    for option in parameter.opts
     if option.startswith("-")
 ]
 
@@ -23,7 +25,7 @@ def readme() -> str:
     return README.read_text(encoding="utf-8")
 
 
-@pytest.mark.parametrize("name", sorted(commands()))
+@pytest.mark.parametrize("name", sorted(CLI.commands))
 def test_readme_names_every_command(name: str) -> None:
     assert re.search(rf"`(shardbox )?{name}\b", readme()) or re.search(rf"(?m)^\s*\$? ?shardbox {name}\b", readme())
 

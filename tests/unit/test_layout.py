@@ -33,7 +33,7 @@ SECTIONS = {
     16: "Command",
 }
 PURE = (1, 2, 3, 4, 5, 6, 7, 15)
-IO_MODULES = frozenset({"asyncio", "os", "time", "socket", "subprocess", "zeroconf", "aiohttp", "argparse"})
+IO_MODULES = frozenset({"asyncio", "os", "time", "socket", "subprocess", "zeroconf", "aiohttp", "click"})
 IO_MORE = frozenset({"web", "http", "logging", "fcntl", "random", "secrets", "select", "signal", "sys", "threading"})
 ALLOWED: frozenset[tuple[str, str]] = frozenset()  # (user, used): references down the file, each with its reason
 

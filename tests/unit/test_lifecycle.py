@@ -43,10 +43,12 @@ from shardbox import (
 )
 
 PLAN = ring_plan(5, 3)
+GRACE_S = 20.0
+TIMED = (Phase.COPYING, Phase.PREPARING, Phase.LOADING, Phase.PROBING, Phase.DRAINING, Phase.BACKOFF)
 LACKING = replace(PLAN, ranks=(PLAN.ranks[0], replace(PLAN.ranks[1], copy_bytes=100)))
 EVENTS = (
     *("tick", "plan", "want", "unwant", "yield", "copied", "provisioned", "granted", "refused", "loaded", "answered"),
-    *("trouble", "stalled", "lost", "leaving", "stopped"),
+    *("replan", "trouble", "stalled", "lost", "leaving", "stopped"),
 )
 PHASES = tuple(value for name, value in vars(Phase).items() if name.isupper() and isinstance(value, str))
 
@@ -74,6 +76,9 @@ class Driver:
 
     def to(self, phase: str) -> Driver:
         """The usual way to a phase."""
+        if phase == Phase.DRAINING:
+            self.to(Phase.SERVING).send("leaving", grace_s=GRACE_S, reason="beta goes down")
+            return self
         ways: dict[str, tuple[str, ...]] = {
             Phase.WAITING: (),
             Phase.COPYING: ("plan to copy",),
@@ -164,6 +169,8 @@ NEXT = {
     (Phase.PROBING, "answered"): Phase.SERVING,
     (Phase.STOPPING, "stopped"): Phase.BACKOFF,
     **{(phase, kind): Phase.STOPPING for phase in sorted(Phase.ACTIVE) for kind in ENDS},
+    (Phase.DRAINING, "leaving"): Phase.DRAINING,
+    (Phase.SERVING, "replan"): Phase.STOPPING,
     **{(phase, "unwant"): Phase.STOPPED for phase in (Phase.WAITING, Phase.BACKOFF, Phase.FAILED)},
     **{(phase, "want"): Phase.WAITING for phase in (Phase.STOPPED, Phase.FAILED, Phase.BACKOFF)},
 }
@@ -286,12 +293,37 @@ def test_loss_of_a_node_alone_never_fails_a_model(kind: str) -> None:
         it.wait(BACKOFF_CAP_S)
 
 
-@pytest.mark.parametrize("phase", sorted(Phase.ACTIVE))
+@pytest.mark.parametrize("phase", sorted(Phase.ACTIVE - {Phase.DRAINING}))
 def test_leaving_node_lets_a_whole_ring_end_in_order(phase: str) -> None:
     (effect,) = at(phase).send("leaving", reason="beta leaves")
-    assert effect.orderly == (phase in (Phase.PROBING, Phase.SERVING))
+    assert effect.orderly == (phase in (Phase.PROBING, Phase.SERVING, Phase.DRAINING))
     (effect,) = at(phase).send("lost", reason="beta is lost")
     assert not effect.orderly
+
+
+def test_replan_is_no_failure_and_no_restart() -> None:
+    it = at(Phase.SERVING)
+    (effect,) = it.send("replan", reason="a better plan")
+    assert (effect.kind, effect.orderly) == ("teardown", True)
+    it.send("stopped")
+    assert (it.ring.phase, it.ring.failures, it.ring.restarts) == (Phase.WAITING, 0, ())
+
+
+def test_leaving_node_lets_answers_end_then_the_ring() -> None:
+    it = at(Phase.DRAINING)
+    assert it.ring.reason == "beta goes down"
+    assert it.wait(GRACE_S - 1) == it.send("leaving", grace_s=GRACE_S) == ()
+    (effect,) = it.send("tick", idle=True)
+    assert (effect.kind, effect.orderly, it.ring.reason) == ("teardown", True, "beta goes down")
+    it.send("stopped")
+    assert (it.ring.phase, len(it.ring.restarts)) == (Phase.BACKOFF, 1)
+
+
+def test_leaving_node_waits_for_answers_no_longer_than_its_grace() -> None:
+    it = at(Phase.DRAINING)
+    assert it.wait(GRACE_S - 0.01) == ()
+    (effect,) = it.wait(0.02)
+    assert effect.kind == "teardown"
 
 
 def test_yield_to_another_leader_is_no_failure() -> None:
@@ -375,7 +407,7 @@ def test_unwant_from_every_phase_ends_stopped(phase: str) -> None:
     it = at(phase)
     effects = it.send("unwant")
     assert [effect.kind for effect in effects] == (["teardown"] if phase in Phase.ACTIVE else [])
-    assert all(effect.orderly == (phase in (Phase.PROBING, Phase.SERVING)) for effect in effects)
+    assert all(effect.orderly == (phase in (Phase.PROBING, Phase.SERVING, Phase.DRAINING)) for effect in effects)
     it.send("stopped")
     assert (it.ring.phase, it.ring.wanted, it.ring.generation) == (Phase.STOPPED, False, "")
     assert it.ring.plan is None
@@ -389,6 +421,7 @@ def test_unwant_from_every_phase_ends_stopped(phase: str) -> None:
 def test_want_from_every_phase_leads_to_service(phase: str) -> None:
     it = at(phase)
     it.send("want")
+    it.send("tick", idle=True)
     it.send("stopped")
     if it.ring.phase == Phase.BACKOFF:
         it.wait(BACKOFF_CAP_S * 2)
@@ -494,7 +527,7 @@ class AnySequence(RuleBasedStateMachine):
             assert ring.generation == ""
         assert ring.wanted or ring.phase in (Phase.STOPPED, Phase.STOPPING)
         assert ring.phase != Phase.STOPPED or not ring.wanted
-        assert (ring.deadline > 0) == (ring.phase in (Phase.PREPARING, Phase.LOADING, Phase.PROBING, Phase.BACKOFF))
+        assert (ring.deadline > 0) == (ring.phase in TIMED)
         assert 0 <= ring.failures <= QUICK_FAILURES
 
 
