@@ -8,6 +8,7 @@ from __future__ import annotations
 import pytest
 from trial import Cluster, Fault, Row, Trial
 
+pytest_plugins = ["report"]  # which faults, how often, and the table
 pytestmark = [pytest.mark.namespaces, pytest.mark.timeout(300)]
 
 

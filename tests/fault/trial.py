@@ -108,7 +108,7 @@ def ask(host: Host, *, streamed: bool) -> tuple[str, str]:
         connection, reply = host.request("POST", CHAT, chat(max_tokens=TOKENS, stream=streamed), timeout_s=BOUND_S)
         with contextlib.closing(connection):
             if reply.status != 200:
-                return "error", f"{reply.status} {json.loads(reply.read())['error']['message']}"
+                return refusal(reply.status, reply.read())
             if streamed:
                 return read_stream(reply)
             choice = json.loads(reply.read())["choices"][0]
@@ -120,6 +120,14 @@ def ask(host: Host, *, streamed: bool) -> tuple[str, str]:
         return "hung", f"nothing for {BOUND_S:g} s"
     except (OSError, http.client.HTTPException) as error:
         return "cut", repr(error)
+
+
+def refusal(status: int, body: bytes) -> tuple[str, str]:
+    """An error in OpenAI's shape counts as one, anything else as no answer at all."""
+    try:
+        return "error", f"{status} {json.loads(body)['error']['message']}"
+    except (ValueError, KeyError, TypeError):
+        return "short", f"{status} {body[:300]!r}"
 
 
 def read_stream(reply: http.client.HTTPResponse) -> tuple[str, str]:
@@ -137,6 +145,7 @@ def read_stream(reply: http.client.HTTPResponse) -> tuple[str, str]:
         for choice in event["choices"]:
             words += choice["delta"].get("content") or ""
             finish = choice["finish_reason"] or finish
+    reply.read()  # raises IncompleteRead where the connection broke
     return "short", f"no [DONE] after {words!r}"
 
 
