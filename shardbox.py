@@ -337,6 +337,11 @@ class ApiConfig:
     hold_s: float = 60.0  # how long a request waits for a ring that forms again
     drain_s: float = 20.0  # how long a node that goes down lets answers in progress end
 
+    @property
+    def open(self) -> bool:
+        """Whether anybody on the LAN may ask."""
+        return self.bind not in ("127.0.0.1", "localhost") and not self.keys_file
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineConfig:
@@ -349,6 +354,7 @@ class EngineConfig:
     env: dict[str, str] = dataclasses.field(default_factory=dict)
     threads: int = 0
     isolate: str = "auto"
+    share: bool = True
     stall_min_s: float = 10.0  # a ring that is asked, but shows no sign of life, hangs after a time between these two
     stall_max_s: float = 30.0
 
@@ -424,7 +430,9 @@ class Config:
     def hash(self) -> str:
         """16 hex digits over all that the file says, without the secret: equal on boxes that agree."""
         body = to_json(dataclasses.replace(self, file="", folder=""))
-        body["cluster"]["secret"] = body["cluster"]["old_secret_file"] = ""  # else no change box by box
+        body["cluster"]["secret"] = body["cluster"]["secret_file"] = body["cluster"]["old_secret_file"] = (
+            ""  # else no change box by box
+        )
         return digest(body)
 
 
@@ -709,6 +717,7 @@ _FILE = _table({
     "engine": _table({
         "kind": _kind,
         "isolate": _isolate,
+        "share": _flag,
         "stall_min_s": _number(5, 3600, kind=float),
         "stall_max_s": _number(5, 3600, kind=float),
         **_NODE_ENGINE,
@@ -875,6 +884,40 @@ def parse_config(data: bytes, *, file: str, folder: str) -> Config:
     return config
 
 
+# What a node takes from the TOML only when it starts; all else follows a SIGHUP.
+_FIXED = {
+    "cluster": (
+        *("name", "secret", "secret_file", "old_secret_file", "discovery", "encryption", "interfaces", "copy_limit"),
+    ),
+    "api": ("bind", "tls_cert", "tls_key"),
+    "engine": ("kind",),
+}
+
+
+def reloaded(old: Config, new: Config, name: str) -> tuple[Config, tuple[str, ...]]:
+    """What the running node `name` takes of a changed file, and the keys that only a restart applies."""
+    parts: dict[str, Any] = {}
+    left: list[str] = []
+    for section, keys in _FIXED.items():
+        was, now = getattr(old, section), getattr(new, section)
+        changed = {key: getattr(was, key) for key in keys if getattr(was, key) != getattr(now, key)}
+        parts[section] = replace(now, **changed)
+        left += [f"{section}.{key}" for key in changed]
+    ports = old.node(name).ports
+    if ports != new.node(name).ports:
+        left.append("ports")
+        parts["nodes"] = tuple(replace(node, ports=ports) if node.name == name else node for node in new.nodes)
+        parts["ports"] = old.ports if name in {node.name for node in new.nodes} else ports
+    if {node.name: node.key for node in old.nodes} != {node.name: node.key for node in new.nodes}:
+        left.append("nodes.key")
+    return replace(new, **parts), tuple(left)
+
+
+def as_started(model: ModelConfig) -> ModelConfig:
+    """The model without what may change while it runs."""
+    return replace(model, aliases=(), max_output=0, autostart=True)
+
+
 # ======================================================================================================
 # 4. Inventory: what each node has, and what a GGUF header says
 # ======================================================================================================
@@ -1010,6 +1053,7 @@ class NodeFacts:
     speed: SpeedFacts = SpeedFacts()
     links: dict[str, LinkFacts] = dataclasses.field(default_factory=dict)  # to other nodes, by name
     key: str = ""  # its public key, as [[nodes]] may pin it
+    engine_root: str = ""  # content hash of the engine files that it gives to boxes of the same platform
 
     def binary(self, role: str) -> BinaryFacts:
         """This node's binary for a role; one with a `problem` where there is none."""
@@ -2078,6 +2122,7 @@ def plan_all(
     """A plan or the reason against it for each model, in the TOML's order; `placed` are rings that run
     already and keep what they have."""
     placed, taken = placed or {}, Counter[str]()
+    blocks = {plan.block for plan in placed.values()}  # the TOML's order may have changed since
     gpu_taken = Counter[str]()  # not of `placed`: what NVML calls free is already without it
     field, holders = _look_over(config, facts), dict[str, int]()
     result: dict[str, ModelPlan | PlanError] = {}
@@ -2101,7 +2146,9 @@ def plan_all(
             error.hint += f"; memory is already given to {given}" if given else ""
             result[model.name] = error
             continue
-        result[model.name] = plan
+        free = [block for block in (plan.block, *range(len(config.models))) if block not in blocks]
+        result[model.name] = plan = replace(plan, block=(*free, plan.block)[0])
+        blocks.add(plan.block)
         if model.autostart:
             take(plan)
             graph = model_costs(plan.shape, plan.context).graph_bytes + GPU_BASE_BYTES
@@ -3088,16 +3135,38 @@ def probe_model(name: str, path: str, *, folder: str, dirs: Sequence[str]) -> Mo
     return ModelFacts(name=name, path=first, parts=len(parts), size_bytes=sum(sizes), shape=shape)
 
 
-def place_in(path: str, *, folder: str, dirs: Sequence[str]) -> tuple[str, ...]:
-    """Where all parts of a model go on this box: below the TOML's folder or one of model_dirs, also after its
-    symbolic links are followed. Raises FileError for any other place."""
+def safe_place(path: str, *, folder: str, dirs: Sequence[str] = ()) -> str:
+    """Where a file goes on this box: below the TOML's folder or one of model_dirs, also after symbolic links are
+    followed. Raises FileError for any other place."""
     where = os.path.join(folder, os.path.expanduser(path))
     home = os.path.realpath(os.path.dirname(where))
     allowed = [os.path.realpath(os.path.join(folder, os.path.expanduser(extra))) for extra in ("", *dirs)]
-    if not any(os.path.commonpath([home, root]) == root for root in allowed):
+    if os.path.basename(where) in ("", ".", "..") or not any(os.path.commonpath([home, top]) == top for top in allowed):
         what, hint = f"leads to {home}, outside the TOML's folder", "name that folder in this node's model_dirs"
         raise FileError(what, where=path, hint=hint)
-    return part_paths(os.path.join(home, os.path.basename(where)))
+    return os.path.join(home, os.path.basename(where))
+
+
+def place_in(path: str, *, folder: str, dirs: Sequence[str]) -> tuple[str, ...]:
+    """Where all parts of a model go on this box. Raises FileError as safe_place does."""
+    return part_paths(safe_place(split_parts(path)[0], folder=folder, dirs=dirs))
+
+
+def engine_places(config: Config, node: NodeConfig, state: str) -> tuple[list[str], str]:
+    """(folders to look for engines in, the one with their libraries or ""): this box's own, or what it was given."""
+    own = [os.path.join(config.folder, os.path.expanduser(path)) for path in node.engine.path]
+    lib = os.path.join(config.folder, os.path.expanduser(node.engine.lib)) if node.engine.lib else ""
+    given = os.path.join(state, "engines")
+    has_own = any(os.path.lexists(os.path.join(folder, name)) for folder in own for name in ROLE_BINARIES.values())
+    return (own, lib) if has_own or not config.engine.share or not os.path.isdir(given) else ([given], given)
+
+
+def engine_files(binaries: Sequence[BinaryFacts], lib: str) -> list[str]:
+    """What another box needs to run these engines: both binaries and the libraries beside them; [] where one fails."""
+    if not binaries or any(binary.problem for binary in binaries):
+        return []
+    names = sorted(name for name in (os.listdir(lib) if lib and os.path.isdir(lib) else []) if ".so" in name)
+    return [*(binary.path for binary in binaries), *(os.path.join(lib, name) for name in names)]
 
 
 def _read_part(path: str) -> tuple[GgufHeader, int]:
@@ -3197,6 +3266,7 @@ class Surveyor:
     def __init__(self, config: Config, name: str, folder: str, isolation: str, key: str = "") -> None:
         """`isolation`: "" or why engines cannot be closed in. `key`: this node's public one."""
         self._config, self._node, self._cache = config, config.node(name), HashCache(folder)
+        self._folder, self._engine_paths = folder, list[str]()
         self._facts = NodeFacts(
             name=name,
             machine=machine_identity(),
@@ -3223,11 +3293,12 @@ class Surveyor:
         self._hasher: threading.Thread | None = None
 
     def content(self, root: str) -> list[tuple[str, int, tuple[str, ...]]]:
-        """Path, size and chunk hashes of each part of a model with this content; [] where it is not here any more."""
-        for path in [path for path, (its, _) in list(self._roots.items()) if its == root]:
-            parts = [(part, file_signature(part)[1], self._cache.known(part)) for part in part_paths(path)]
+        """Path, size and chunk hashes of each file of this content, a model or engines; [] where it is not here now."""
+        models = [part_paths(path) for path, (its, _) in list(self._roots.items()) if its == root]
+        for paths in [*models, self._engine_paths]:
+            parts = [(part, file_signature(part)[1], self._cache.known(part)) for part in paths]
             found = [(part, size, hashes) for part, size, hashes in parts if hashes is not None]
-            if len(found) == len(parts) and root_hash([(size, hashes) for _, size, hashes in found]) == root:
+            if found and len(found) == len(parts) and root_hash([(size, hashes) for _, size, hashes in found]) == root:
                 return found
         return []
 
@@ -3243,12 +3314,18 @@ class Surveyor:
         root, problem = self._roots[found]
         return {"path": found, "before": before, "root": root, "problem": problem}
 
-    def landed(self, paths: Sequence[str], hashes: Sequence[Sequence[str]]) -> None:
-        """Files have come in whole: they are not read again, but looked at at the next survey. Raises OSError."""
+    def landed(self, model: str, paths: Sequence[str], hashes: Sequence[Sequence[str]]) -> None:
+        """Files have come in whole: they are not read again, but looked at at the next survey. `model`: "" for engines.
+        Raises OSError."""
         for path, its in zip(paths, hashes, strict=True):
             self._cache.remember(path, its)
-        self._roots[paths[0]] = (self._content(paths[0]), "")
+        if model:
+            self._roots[paths[0]] = (self._content(paths[0]), "")
         self._checked = 0.0
+
+    def reload(self, config: Config) -> None:
+        """Look at everything again, by another configuration."""
+        self._config, self._node, self._known, self._checked = config, config.node(self._facts.name), {}, 0.0
 
     def survey(self, *, own_bytes: int) -> NodeFacts:
         """The facts now. Memory is reported in steps, so that facts change only when something did."""
@@ -3258,7 +3335,8 @@ class Surveyor:
         if abs(memory.available_bytes - last) <= max(memory.total_bytes // 50, 64 * MIB):
             memory = replace(memory, available_bytes=last)
         self._facts = replace(self._facts, memory=memory, own_bytes=own_bytes // (64 * MIB) * (64 * MIB))
-        return replace(self._facts, models=tuple(map(self._with_root, self._facts.models)))
+        models = tuple(map(self._with_root, self._facts.models))
+        return replace(self._facts, models=models, config_hash=self._config.hash)
 
     def _look(self) -> NodeFacts:
         addresses, left_out = local_addresses(self._config.cluster.interfaces)
@@ -3273,13 +3351,22 @@ class Surveyor:
             work = [(copy.path, wanted[copy.name]) for copy in models if copy.path and not copy.problem]
             self._hasher = threading.Thread(target=self._hash, args=(work,), name="hash", daemon=True)
             self._hasher.start()
-        found = replace(self._facts, addresses=addresses, models=models, binaries=tuple(map(self._binary, roles)))
+        binaries = tuple(map(self._binary, roles))
+        self._engine_paths = []
+        if self._config.engine.share:
+            self._engine_paths = engine_files(binaries, engine_places(self._config, self._node, self._folder)[1])
+        engine_root = root_hash(self._hashed(self._engine_paths)) if self._engine_paths else ""
+        found = replace(self._facts, addresses=addresses, models=models, binaries=binaries, engine_root=engine_root)
         return replace(found, gpus=gpus, gpu_note=note, cores=probe_cores())
+
+    def _hashed(self, paths: Sequence[str]) -> list[tuple[int, Sequence[str]]]:
+        """Size and chunk hashes of small files. Raises GgufError."""
+        read = functools.partial(self._cache.file_hashes, progress=lambda _: None, stop=self._stop.is_set)
+        return [(os.path.getsize(path), read(path)) for path in paths]
 
     def _binary(self, role: str) -> BinaryFacts:
         engine = self._node.engine
-        folders = [os.path.join(self._config.folder, path) for path in engine.path]
-        lib = os.path.join(self._config.folder, engine.lib) if engine.lib else ""
+        folders, lib = engine_places(self._config, self._node, self._folder)
         env, paths = engine_environment(os.environ, engine, {}), [os.path.join(f, ROLE_BINARIES[role]) for f in folders]
         probe = functools.partial(probe_binary, role, folders, lib=lib, env=env, cache=self._cache)
         return self._unless_changed(role, paths, probe)
@@ -4488,8 +4575,9 @@ class Landing:
                 self._borrow(number, path)
         self._check_room()
         for number, file in enumerate(self.files):
-            if number not in self._settled:
-                os.ftruncate(file, self.listing.files[number].size)
+            size = self.listing.files[number].size
+            if number not in self._settled and os.fstat(file).st_size > size:  # to lengthen it, FAT would write zeros
+                os.ftruncate(file, size)
 
     def _take_stock_of(self, number: int, path: str) -> bool:
         """Whether the right file stands there. Raises FileError where another one does and must stay."""
@@ -4503,7 +4591,7 @@ class Landing:
             os.close(self.files.pop())
             self._forget(number)
         if not self._replace:
-            what, hint = "is there with other bytes", "`shardbox pull --replace` puts the right ones in its place"
+            what, hint = "is there with other bytes", "with --replace the right file takes its place"
             raise FileError(what, where=path, hint=hint)
         return False
 
@@ -4726,8 +4814,10 @@ class Copy:
         givers: Callable[[], Sequence[str]], connect: Callable[[str], socket.socket],
         replace: bool = False, mode: int = 0o644, sha256: Sequence[str] = (),
     ) -> None:  # fmt: skip
-        """`place`: paths for a listing's files. `givers`: nodes that have it now, those with all of it first."""
+        """`model`: "" for engines. `place`: paths for a listing's files. `givers`: nodes that have it now, those with
+        all of it first."""
         self.model, self.root, self.state, self.problem, self.hint = model, root, "copying", "", ""
+        self.label = model or "the engines"
         self.landing: Landing | None = None
         self.giver: Giver | None = None
         self._node, self._place, self._pace, self._givers, self._connect = node, place, pace, givers, connect
@@ -4816,14 +4906,14 @@ class Copy:
         """Leave a giver alone: for good if it gave other bytes than it promised."""
         lied, why = isinstance(error, MessageError), getattr(error, "what", str(error))
         self._benched[name] = (time.monotonic() + (math.inf if lied else BENCH_S), why)
-        log.log(logging.WARNING if lied else logging.INFO, "copy of %s: %s: %s", self.model, name, why)
+        log.log(logging.WARNING if lied else logging.INFO, "copy of %s: %s: %s", self.label, name, why)
 
     def _nobody(self) -> FileError:
         if self._stop.is_set():
-            return FileError("was stopped", where=self.model)
+            return FileError("was stopped", where=f"copy of {self.label}")
         why = "; ".join(f"{name}: {text}" for name, (_, text) in sorted(self._benched.items())) or "nobody has it now"
         hint = "it goes on from here once a box that has it is up"
-        return FileError(f"nothing came for {GIVE_UP_S:.0f} s ({why})", where=f"copy of {self.model}", hint=hint)
+        return FileError(f"nothing came for {GIVE_UP_S:.0f} s ({why})", where=f"copy of {self.label}", hint=hint)
 
     def _gather(self, landing: Landing) -> None:
         """Keep a stream to each giver until all has landed."""
@@ -4914,6 +5004,160 @@ class Copy:
         finally:
             with self._lock:
                 self._in_flight.pop(number, None)
+
+
+# --- the stick: a folder that holds all that a box needs, on a file system that may be FAT ----------------
+
+STICK_FORMAT = 1
+PIECE_BYTES = 255 * CHUNK_BYTES  # FAT takes files of less than 4 GiB
+MANIFEST_NAME = "manifest.json"
+STICK_TEXT = """This stick sets up a box of the shardbox cluster "{cluster}".
+
+In a terminal on that box, in an empty folder where shardbox is to live:
+
+    cp {stick}/shardbox-PLATFORM shardbox && chmod +x shardbox    (PLATFORM is one of: {platforms})
+    ./shardbox unpack {stick}
+    {secret}
+    ./shardbox up
+
+Use the folder where the stick is mounted for {stick}. `unpack` checks every byte that it installs; if the stick is
+pulled out in the middle, type it again. Add --node NAME to both if the box goes by another name than its host name.
+"""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StickFile:
+    """One file of a box, as it lies on the stick."""
+
+    kind: str  # program | toml | secret | engine | model
+    path: str  # on the box, from the TOML's folder
+    size: int
+    hashes: tuple[str, ...]
+    pieces: tuple[str, ...]  # on the stick, of PIECE_BYTES but for the last
+    platform: str = ""  # "" for all
+    model: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Manifest:
+    """All that is on a stick."""
+
+    format: int
+    files: tuple[StickFile, ...]
+
+
+def read_manifest(folder: str, name: str = MANIFEST_NAME) -> Manifest:
+    """Raises FileError where the folder is no whole stick."""
+    path = os.path.join(folder, name)
+    try:
+        with open(path, "rb") as file:
+            manifest = from_json(Manifest, json.load(file), MANIFEST_NAME)
+    except FileNotFoundError:
+        what, hint = "is no stick of shardbox, or `pack` did not come to its end", "`shardbox pack` it (again)"
+        raise FileError(what, where=folder, hint=hint) from None
+    except (OSError, ValueError, RecursionError, MessageError) as error:
+        raise FileError(f"cannot be read: {error}", where=path, hint="`shardbox pack` it again") from None
+    if manifest.format != STICK_FORMAT:
+        raise FileError(f"has format {manifest.format}, this shardbox reads {STICK_FORMAT}", where=path)
+    return manifest
+
+
+def piece_listing(size: int, hashes: Sequence[str]) -> Listing:
+    """The pieces of a file, as files of their own."""
+    step, starts = PIECE_BYTES // CHUNK_BYTES, range(0, max(1, size), PIECE_BYTES)
+    sizes = [min(PIECE_BYTES, size - start) for start in starts]
+    parts = [tuple(hashes[n * step : n * step + step]) for n in range(len(sizes))]
+    return Listing(files=tuple(ListedFile(name="", size=n, hashes=its) for n, its in zip(sizes, parts, strict=True)))
+
+
+def fill(landing: Landing, read: Callable[[int, int], bytes], tell: Callable[[int], None]) -> None:
+    """Bring in what is missing, in order, from `read(offset, size)`, where all files of the listing follow each other.
+    `tell` gets the bytes of each chunk. Raises FileError, OSError."""
+    with contextlib.closing(landing):
+        landing.open()
+        at = 0
+        for number, (owner, _, size, wanted) in enumerate(landing.chunks):
+            if landing.missing >> number & 1:
+                data = read(at, size)
+                if hashlib.sha256(data).hexdigest() != wanted:
+                    raise FileError("was read with other bytes than were written", where=landing.paths[owner],
+                                    hint="the source is damaged, or was changed: pack it again")  # fmt: skip
+                landing.write(number, memoryview(data))
+            at += size
+            tell(size)
+        landing.finish()
+
+
+def stick_name(kind: str, path: str, platform: str, taken: set[str]) -> str:
+    """A name that FAT can have, which does not care for case."""
+    stem = re.sub(r"[^A-Za-z0-9._-]+", "_", os.path.basename(path)).strip("._") or "file"
+    folder = {"engine": f"engines/{platform}/", "model": "models/"}.get(kind, "")
+    name = f"{folder}{stem}-{platform}" if kind == "program" else folder + stem
+    while name.lower() in taken:
+        name += "_"
+    taken.add(name.lower())
+    return name
+
+
+def to_pack(
+    config: Config, binaries: Sequence[BinaryFacts], lib: str, dirs: Sequence[str]
+) -> list[tuple[str, str, str, str]]:
+    """(kind, path on a box, file here, model) of what a stick takes from this box. Raises FileError for a model that
+    is not here, or that goes to a place outside the TOML's folder."""
+    found = [("program", "shardbox", own_file(), "")]
+    home = next((path for path in config.engine.path if not os.path.isabs(os.path.expanduser(path))), "")
+    libraries = config.engine.lib if config.engine.lib and not os.path.isabs(config.engine.lib) else home
+    for n, path in enumerate(engine_files(binaries, lib) if home else []):
+        target = os.path.join(home if n < len(binaries) else libraries, os.path.basename(path))
+        found.append(("engine", target, path, ""))
+    for model in config.models:
+        here = find_model(model.path, folder=config.folder, dirs=dirs)
+        parts = part_paths(here) if here else ()
+        if parts and all(map(os.path.isfile, parts)):
+            for target, path in zip(split_parts(model.path), parts, strict=True):
+                safe_place(target, folder=config.folder)
+                found.append(("model", target, path, model.name))
+        elif model.rehearse is None:
+            raise FileError("is not on this box whole", where=f"model {model.name}", hint="`shardbox pull` fetches it")
+    return found
+
+
+def pack_file(
+    folder: str, names: set[str], kind: str, target: str, path: str, cache: HashCache, tell: Callable[[int], None],
+    platform: str = "", model: str = "",
+) -> StickFile:  # fmt: skip
+    """Put one file on the stick, in pieces; those that are there already and right stay. Raises FileError, OSError."""
+    hashes = cache.file_hashes(path, progress=lambda _: None, stop=lambda: False)
+    with open(path, "rb") as file:
+        size, name = os.fstat(file.fileno()).st_size, stick_name(kind, target, platform, names)
+        listing = piece_listing(size, hashes)
+        pieces = tuple(f"{name}.{n:03}" if len(listing.files) > 1 else name for n in range(1, len(listing.files) + 1))
+        landing = Landing(listing, [os.path.join(folder, piece) for piece in pieces], replace=True)
+        fill(landing, lambda at, count: os.pread(file.fileno(), count, at), tell)
+    return StickFile(kind=kind, path=target, size=size, hashes=hashes, pieces=pieces, platform=platform, model=model)
+
+
+def unpack_file(stick: str, entry: StickFile, path: str, replace_it: bool, tell: Callable[[int], None]) -> list[str]:
+    """Install one file; what was put there. Raises FileError, also for a stick that is gone or damaged."""
+    mode = {"program": 0o755, "engine": 0o755, "secret": 0o600}.get(entry.kind, 0o644)
+    pieces = [safe_place(piece, folder=stick) for piece in entry.pieces]
+
+    def read(at: int, size: int) -> bytes:
+        piece = pieces[at // PIECE_BYTES]
+        try:
+            with open(piece, "rb") as file:
+                return os.pread(file.fileno(), size, at % PIECE_BYTES)
+        except OSError as error:
+            what, hint = (
+                f"cannot be read: {error.strerror}",
+                "put the stick back and type it again: it goes on from here",
+            )
+            raise FileError(what, where=piece, hint=hint) from None
+
+    listing = Listing(files=(ListedFile(name=entry.path, size=entry.size, hashes=entry.hashes),))
+    landing = Landing(listing, [path], mode=mode, replace=replace_it)
+    fill(landing, read, tell)
+    return landing.own
 
 
 # ======================================================================================================
@@ -6124,6 +6368,7 @@ class RankRun:
     plan: ModelPlan
     rank: int
     wiring: RankWiring
+    started_as: ModelConfig  # its [[models]] entry then
     phase: str = "prepared"
     engine: EngineProcess | None = None
     log: CappedLog | None = None
@@ -6185,6 +6430,7 @@ class Library:
         self.copies: dict[str, Copy] = {}  # by model
         self._rounds: dict[str, str] = {}  # the generation that asked for it, "" a person
         self._givers: dict[str, tuple[Sequence[str], Giver]] = {}
+        self._engines_at = 0.0  # when they were fetched last
         self._pace = Pace(box.config.cluster.copy_limit, busy)
         self._box, self._mesh, self._peers, self._surveyor, self._refresh = box, mesh, peers, surveyor, refresh
 
@@ -6233,9 +6479,41 @@ class Library:
             return CopyView(model=model.name, node=self._box.name, state="done", done_bytes=size, size_bytes=size)
         return self.fetch(model, wanted.root, only=only, replace=replace).view()
 
+    def engines_from(self, facts: NodeFacts, others: Iterable[NodeFacts]) -> str:
+        """The content hash of the engines that a node without any can have from one of its platform; "" for none."""
+        lacks = facts.binaries and all(binary.problem and not binary.path for binary in facts.binaries)
+        if not lacks or not self._box.config.engine.share:
+            return ""
+        votes = Counter(other.engine_root for other in others if other.platform == facts.platform and other.engine_root)
+        return min(votes, key=lambda root: (-votes[root], root), default="")
+
+    def tend_engines(self, others: Iterable[NodeFacts]) -> None:
+        """Fetch engines where this box has none and another one of its platform gives them."""
+        root, box = self.engines_from(self._box.facts, others), self._box
+        if not root or ("" in self.copies and time.monotonic() - self._engines_at < BENCH_S):
+            return
+
+        def place(listing: Listing) -> list[str]:
+            names = [file.name for file in listing.files]
+            strange = [name for name in names if not re.fullmatch(r"llama-(server|cli)|[\w+.-]+\.so[\w.]*", name)]
+            if strange or len(set(names)) < len(names):
+                raise FileError(f"these are no engine files: {strange[:3]}", where="engines")
+            return [os.path.join(box.folder, "engines", name) for name in names]
+
+        if "" in self.copies and self.copies[""].state == "copying":
+            return
+        self._engines_at = time.monotonic()
+        copy = Copy(
+            model="", node=box.name, root=root, place=place, pace=self._pace, replace=True, mode=0o755,
+            givers=lambda: self.givers(root), connect=functools.partial(self._connect, root),
+        )  # fmt: skip
+        self.copies[""] = copy
+        keep_task(box.tasks, self._run(copy))
+
     async def _run(self, copy: Copy) -> None:
-        self._surveyor.receiving[copy.model] = copy.root
-        log.info("copy of %s: begun", copy.model)
+        if copy.model:
+            self._surveyor.receiving[copy.model] = copy.root
+        log.info("copy of %s: begun", copy.label)
         running = asyncio.ensure_future(self._box.in_thread(copy.run))
         try:
             said, told = 0.0, False
@@ -6246,18 +6524,18 @@ class Library:
                     await self._refresh()  # the others learn that they can have of it
                 if time.monotonic() - said > 10.0:
                     said = time.monotonic()
-                    log.info("copy of %s: %s", copy.model, copy_text(copy.view()))
+                    log.info("copy of %s: %s", copy.label, copy_text(copy.view()))
                 await asyncio.wait({running}, timeout=0.5)
             await running
             if copy.landing is not None and copy.state == "landed":
                 note_in_ledger(self._box.folder, copy.landing.own)
                 hashes = [file.hashes for file in copy.landing.listing.files]
-                await self._box.in_thread(self._surveyor.landed, copy.landing.paths, hashes)
+                await self._box.in_thread(self._surveyor.landed, copy.model, copy.landing.paths, hashes)
         finally:
             self._surveyor.receiving.pop(copy.model, None)
             await self._refresh()
             copy.state = "done" if copy.state == "landed" else "failed"
-        log.info("copy of %s: %s", copy.model, copy.problem or "whole, and in place")
+        log.info("copy of %s: %s", copy.label, copy.problem or "whole, and in place")
 
     async def reread(self, model: ModelConfig) -> dict[str, str]:
         """See Surveyor.reread."""
@@ -6269,9 +6547,11 @@ class Library:
         """Live nodes that have a content, those that have only some of it last. Any thread."""
         found = {}
         for peer in self._peers.live():
-            for copy in peer.facts.models if peer.facts and peer.name != self._box.name else ():
-                if root in (copy.receiving, "" if copy.problem else copy.root):
-                    found[peer.name] = copy.receiving == root
+            if peer.facts is None or peer.name == self._box.name:
+                continue
+            whole = {copy.root for copy in peer.facts.models if not copy.problem} | {peer.facts.engine_root}
+            if root in whole or root in {copy.receiving for copy in peer.facts.models}:
+                found[peer.name] = root not in whole
         return sorted(found, key=lambda name: (found[name], name))
 
     def _connect(self, root: str, name: str) -> socket.socket:
@@ -6323,7 +6603,7 @@ class RankHost:
             expect = from_json(Expected, body.get("expect") or {}, "expect")
             await self._prepare(from_json(ModelPlan, body.get("plan"), "plan"), generation, proposer, expect)
             return {}
-        model = self._box.model(body["model"]).name
+        model = str(body["model"])
         if verb == "fetch":
             return to_json(self._library.fetch(self._box.model(model), body.get("root"), round_=generation).view())
         if verb == "release":
@@ -6339,7 +6619,7 @@ class RankHost:
 
     def get(self, model: str, generation: str) -> RankRun:
         """The run that a message is about. Raises PlanError for an old generation."""
-        run = self.runs.get(self._box.model(model).name)
+        run = self.runs.get(model)
         if run is None or run.lease.generation != generation:
             raise PlanError(f"no rank under generation {generation} here", where=f"model {model}")
         return run
@@ -6347,6 +6627,9 @@ class RankHost:
     async def _prepare(self, plan: ModelPlan, generation: str, proposer: str, expect: Expected) -> None:
         """Grant the lease for this node's rank after checking what only this node can check."""
         name, box = plan.model, self._box
+        mine, held = plan.rank_of(box.name), self.runs.get(name)
+        if mine is None and box.config.model(name) is None:
+            return  # its TOML is not as new as the proposer's
         model = box.model(name)
         numbered = [rank.rank for rank in plan.ranks] == [*range(plan.world)]
         layers = sum(rank.layers for rank in plan.ranks)
@@ -6357,7 +6640,6 @@ class RankHost:
         lend = functools.partial(grant, model=name, proposer=proposer, generation=generation, now=time.monotonic())
         claim = self._claims.get(name)
         self._claims[name] = lend(claim if claim and claim.proposer != proposer else None)
-        mine, held = plan.rank_of(box.name), self.runs.get(name)
         if mine is None:  # a consent: nobody else will be granted this model while the ring forms
             if held and held.ending is None and held.lease.proposer != proposer:
                 raise PlanError(f"{box.name} is in a ring of {held.lease.proposer}", where=f"model {name}")
@@ -6374,7 +6656,7 @@ class RankHost:
         path = copy.path or os.path.join(box.config.folder, model.path)
         ports, engine = box.settings.ports, box.settings.engine
         wiring = wire_rank(plan, mine.rank, ports=ports, engine=engine, model=model, path=path)
-        self.runs[name] = RankRun(lease=lend(None), plan=plan, rank=mine.rank, wiring=wiring)
+        self.runs[name] = RankRun(lease=lend(None), plan=plan, rank=mine.rank, wiring=wiring, started_as=model)
 
     async def _launch(self, run: RankRun) -> None:
         """Start the engine, and its wires as the far ranks come up; once, however often it is asked for."""
@@ -6434,7 +6716,7 @@ class RankHost:
         else:
             argv = [box.facts.binary(role).path]
         engine = box.settings.engine
-        engine = replace(engine, lib=os.path.join(box.config.folder, engine.lib) if engine.lib else "")
+        engine = replace(engine, lib=engine_places(box.config, box.settings, box.folder)[1])
         return [*argv, *run.wiring.args], engine_environment(os.environ, engine, extra)
 
     def _on_exit(self, run: RankRun, code: int) -> None:
@@ -6616,15 +6898,25 @@ class Rings:
 
     def __init__(self, box: Box, host: RankHost, peers: Peers, on_change: Callable[[], None]) -> None:
         self.rings: dict[str, Ring] = {}
-        for model in box.config.models:
-            ring = Ring(model=model.name, since=box.started)
-            off = replace(ring, wanted=False, phase=Phase.STOPPED, reason="autostart is off")
-            self.rings[model.name] = ring if model.autostart else off
-        self.traffic = {model: Traffic() for model in self.rings}
+        self.traffic: dict[str, Traffic] = {}
         self.pauses: dict[str, float | None] = {}  # see Pulse, by model: kept from ring to ring
         self.ranks: dict[str, dict[str, RankView]] = {}  # what the ranks of a ring said last, by model and node
         self._box, self._host, self._peers, self._on_change = box, host, peers, on_change
-        self._tasks: dict[str, set[asyncio.Task[None]]] = {model: set() for model in self.rings}
+        self._tasks: dict[str, set[asyncio.Task[None]]] = {}
+        self.follow()
+
+    def follow(self) -> None:
+        """Have a ring for each model of the configuration; those of others end, and are forgotten."""
+        models = {model.name: model for model in self._box.config.models}
+        for name in [name for name in self.rings if name not in models]:
+            self.post(name, Event(kind="unwant"))
+            if self.rings[name].phase == Phase.STOPPED:
+                del self.rings[name]
+        for name in [name for name in models if name not in self.rings]:
+            ring = Ring(model=name, since=time.monotonic())
+            off = replace(ring, wanted=False, phase=Phase.STOPPED, reason="autostart is off")
+            self.rings[name] = ring if models[name].autostart else off
+            self.traffic[name], self._tasks[name] = Traffic(), set()
 
     def post(self, model: str, event: Event) -> None:
         """Take one event in; its effects run as tasks."""
@@ -6731,7 +7023,7 @@ class Rings:
         run, where = self._host.get(model, effect.generation), f"model {model}"
         assert run.session is not None
         path, body = "/v1/chat/completions", {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 1}
-        if self._box.model(model).embeddings:
+        if run.started_as.embeddings:
             path, body = "/v1/embeddings", {"input": "Hi"}
         try:
             async with run.session.post(f"http://engine{path}", json=body) as reply:
@@ -6881,6 +7173,7 @@ class Node:
         self.box = box = Box(config, name, folder, self.surveyor.survey(own_bytes=0))
         self.stop = box.stop
         self.warnings: dict[str, str] = {}
+        self.followers: list[Callable[[Config], None]] = []  # told of a changed configuration; may refuse it
         self.desired: dict[str, tuple[int, str, bool]] = {}  # model -> (counter, node that said it, wanted)
         self.mesh = Mesh(keys=keys, open_service=self._open_service)
         self.peers = Peers(box, self.mesh, self._hints, self._on_state)
@@ -6957,6 +7250,30 @@ class Node:
         if said[:2] > self.desired.get(model, (0, ""))[:2]:
             self.desired[model] = said
             self.rings.post(model, Event(kind="want" if said[2] else "unwant"))
+
+    def reload(self, read: Callable[[], Config]) -> None:
+        """Take over what the TOML says now, without touching rings that serve. One with mistakes changes nothing."""
+        old, name = self.box.config, self.box.name
+        try:
+            config, fixed = reloaded(old, read(), name)
+            for follow in self.followers:
+                follow(config)
+        except ShardboxError as error:
+            log.error("%s is not taken over: %s", old.file, error)
+            self.warnings["reload"] = f"{old.file} was changed, but is not taken over: {str(error).splitlines()[0]}"
+            return
+        self.box.config, self.box.settings = config, config.node(name)
+        self.surveyor.reload(config)
+        self._plans_key = ""
+        self.rings.follow()
+        for model in config.models:
+            if model.autostart and model.name not in self.desired and not self.rings.rings[model.name].wanted:
+                self.rings.post(model.name, Event(kind="want"))
+        self.warnings.pop("reload", None)
+        log.info("%s is taken over", old.file)
+        if fixed:
+            self.warnings["reload"] = f"{old.file} was changed: {', '.join(fixed)} needs a restart of this node"
+            log.warning("%s", self.warnings["reload"])
 
     def _tell_news(self) -> None:
         """A ring changed its phase: the others should not learn it only at their next question."""
@@ -7051,7 +7368,8 @@ class Node:
     def tick_rings(self) -> None:
         """Let time pass for every ring, and propose where this node leads."""
         now = time.monotonic()
-        for name, ring in self.rings.rings.items():
+        self.rings.follow()
+        for name, ring in list(self.rings.rings.items()):
             traffic = self.rings.traffic[name]
             traffic.unanswered_since = traffic.unanswered_since or now
             if ring.phase == Phase.SERVING or not ring.wanted:
@@ -7064,9 +7382,9 @@ class Node:
                 own = precedence(ring.phase, ring.plan.world, ring.plan.leader)
                 if precedence(rival.phase, rival.world, rival.leader) < own:
                     self.rings.post(name, Event(kind="yield", reason=f"{rival.leader} leads it too, and goes first"))
-            if ring.phase == Phase.SERVING and ring.plan:
+            if ring.phase == Phase.SERVING and ring.plan and self.box.config.model(name):
                 self._improve(name, ring, ring.plan, now)
-            if ring.phase == Phase.WAITING and ring.wanted:
+            if ring.phase == Phase.WAITING and ring.wanted and self.box.config.model(name):
                 plan = self.plans()[name]
                 reason = self._obstacle(self.box.model(name), plan, now)
                 offer = plan if not reason and isinstance(plan, ModelPlan) else None
@@ -7125,6 +7443,10 @@ class Node:
         declared = [node.name for node in self.box.config.nodes if not model.nodes or node.name in model.nodes]
         missing = [name for name in declared if name not in live]
         left = self.box.config.cluster.form_wait_s - (now - self.box.started)
+        facts = self.all_facts()
+        waiting = [node.name for node in facts if self.library.engines_from(node, facts)]
+        if waiting and left > 0:
+            return f"waiting for {', '.join(waiting)} to fetch engines"
         if missing and left > 0 and model.name not in self.formed:
             return f"waiting for {', '.join(missing)} ({left:.0f} s more)"
         return "looking for other nodes" if not declared and now - self.peers.newest < SETTLE_S else ""
@@ -7217,6 +7539,7 @@ class Node:
     async def _tick_loop(self) -> None:
         while True:
             self.peers.refresh()
+            self.library.tend_engines(self.all_facts()[1:])
             self.tick_rings()
             keep_task(self.box.tasks, self.host.reap())
             await asyncio.sleep(0.5)
@@ -7351,16 +7674,20 @@ def all_copies(node: Node) -> tuple[CopyView, ...]:
 
 def snapshot(node: Node) -> Snapshot:
     """Everything that `status` shows."""
-    box, peers = node.box, peer_views(node)
+    box, peers, api = node.box, peer_views(node), api_url(node.box.config, node.box.settings)
     held = {name: traffic.held for name, traffic in node.rings.traffic.items()}
     models = tuple(replace(best_view(node, model.name), held=held[model.name]) for model in box.config.models)
     differing = [view.name for view in peers if view.config_hash and view.config_hash != box.config.hash]
     ranks = [rank for view in models for rank in view.ranks if rank.isolation_problem]
+    started = {name: run.started_as for name, run in node.host.runs.items() if run.rank == 0}
+    changed = [m.name for m in box.config.models if m.name in started and as_started(m) != as_started(started[m.name])]
     opened = sorted({f"{rank.node}: {rank.isolation_problem}" for rank in ranks})
     warnings = [
         *node.warnings.values(),
+        *([f"anybody who reaches {api} can use it: set [api] keys_file"] if box.config.api.open else []),
         *([f"shardbox.toml differs on {', '.join(differing)}"] if differing else []),
         *(f"the engine's ports are open on {text}" for text in opened),
+        *(f"{name} was changed in shardbox.toml: `stop` and `start` apply it" for name in changed),
         *node.exposures(),
     ]
     return Snapshot(
@@ -7370,7 +7697,7 @@ def snapshot(node: Node) -> Snapshot:
         engine_kind=box.config.engine.kind,
         demo=node.demo,
         seconds_up=time.monotonic() - box.started,
-        api=api_url(box.config, box.settings),
+        api=api,
         peers=tuple(peers),
         models=models,
         warnings=tuple(warnings),
@@ -7568,8 +7895,8 @@ class PeerService:
     async def trouble(self, request: web.Request) -> Any:
         """A rank of a ring that this node leads is broken, or its node goes."""
         data = await message(request, "model", "generation", "reason")
-        ring = self._node.rings.rings[self._node.box.model(data["model"]).name]
-        if ring.plan and ring.plan.rank_of(self._caller(request)):
+        ring = self._node.rings.rings.get(data["model"])
+        if ring and ring.plan and ring.plan.rank_of(self._caller(request)):
             kind, reason = "leaving" if data.get("leaving") else "trouble", printable(data["reason"])[:1000]
             grace_s = self._node.box.config.api.drain_s
             event = Event(kind=kind, generation=data["generation"] or "-", reason=reason, grace_s=grace_s)
@@ -7817,7 +8144,9 @@ class Endpoint:
 
     def __init__(self, node: Node) -> None:
         self._node = node
-        self._keys = read_api_keys(node.box.config)
+        self._keys: list[bytes] = []
+        self.follow(node.box.config)
+        node.followers.append(self.follow)
         self.silent: dict[int, asyncio.TimerHandle] = {}  # connection -> when it is closed if it asks nothing
 
     def app(self) -> web.Application:
@@ -7849,6 +8178,10 @@ class Endpoint:
             log.exception("bug in %s %s", request.method, request.path)
             error = ApiError(500, "a bug in shardbox: its log has the traceback")
         return error.response()
+
+    def follow(self, config: Config) -> None:
+        """Read the keys again. Raises UsageError."""
+        self._keys = read_api_keys(config)
 
     def _check_key(self, request: web.Request) -> None:
         if self._keys and request.path != "/health":
@@ -8076,7 +8409,7 @@ async def answer_model(
         raise not_ready(node, model.name)
     traffic.in_flight += 1
     try:
-        if model.embeddings:  # they have no stream: passed through as they are
+        if run.started_as.embeddings:  # they have no stream: passed through as they are
             async with run.session.post("http://engine/v1/embeddings", json=body) as reply:
                 return web.Response(body=await reply.read(), status=reply.status, content_type="application/json")
         target = "/completion" if path == "/v1/completions" else path
@@ -8087,7 +8420,7 @@ async def answer_model(
                 raise EngineError("the engine sent nothing")
             if "error" in first:
                 raise engine_refusal(reply.status, first)
-            answer = Answer(path == "/v1/chat/completions", run.plan, model.slots, traffic)
+            answer = Answer(path == "/v1/chat/completions", run.plan, run.started_as.slots, traffic)
             if body.get("stream"):
                 headers = {"Content-Type": "text/event-stream", "Cache-Control": "no-cache"}
                 response = web.StreamResponse(headers=headers)
@@ -8373,7 +8706,7 @@ def status_text(snapshot: Snapshot, verbose: bool = True) -> str:
             lines.append(f"  {view.plan.reason}")
         if view.ranks:
             lines.append(ranks_table(view))
-    copies = [f"  {view.model}: {copy_text(view)}" for view in snapshot.copies if view.state != "done"]
+    copies = [f"  {view.model or 'engines'}: {copy_text(view)}" for view in snapshot.copies if view.state != "done"]
     lines += ["", "copies:", *copies] if copies else []
     lines += ["", peers_table(snapshot.peers)]
     if snapshot.exits:
@@ -8561,6 +8894,34 @@ def check_status_owner(sock: socket.socket, config: Config) -> None:
 # --- commands: each returns its exit code; its docstring is its help --------------------------------------
 
 
+class Meter:
+    """Tells how far something is: a bar on a terminal, lines in a log, nothing at all in a pipe, as cron's is."""
+
+    LINE_S = 10.0  # between two lines in a log
+
+    def __init__(self) -> None:
+        self._bar, self._said = sys.stdout.isatty(), 0.0
+        with contextlib.suppress(OSError, ValueError):
+            self._log = "JOURNAL_STREAM" in os.environ or stat.S_ISREG(os.fstat(sys.stdout.fileno()).st_mode)
+
+    def show(self, share: float, text: str) -> None:
+        """`share` of 1 is done; `text` says more."""
+        if self._bar:
+            width = max(20, os.get_terminal_size().columns - 1)
+            filled = int(20 * share)
+            print("\r" + f"[{'#' * filled:20}] {text}"[:width].ljust(width), end="", flush=True)
+        elif self._log and time.monotonic() - self._said > self.LINE_S:
+            self._said = time.monotonic()
+            print(text, flush=True)
+
+    def end(self, text: str) -> None:
+        """The last word."""
+        if self._bar:
+            print("\r" + text.ljust(max(20, os.get_terminal_size().columns - 1)))
+        elif self._log:
+            print(text, flush=True)
+
+
 def with_config(run: Callable[..., int]) -> Callable[..., int]:
     """A command that is given the configuration and this node's name for --config and --node."""
 
@@ -8572,9 +8933,18 @@ def with_config(run: Callable[..., int]) -> Callable[..., int]:
     return command
 
 
-@with_config
-def cmd_up(config: Config, name: str, detach: bool) -> int:
+def cmd_up(config_path: str | None, node: str | None, detach: bool, stick: str) -> int:
     """Run this box's node until `down`, SIGTERM or Ctrl-C."""
+    if stick:
+        to = os.path.dirname(os.path.abspath(config_path or CONFIG_NAME))
+        unpack_stick(stick, to, node, over=False)
+        config_path = config_path or os.path.join(to, CONFIG_NAME)
+    config = load_config(config_path)
+    return run_up(config, node_name(config, node), detach)
+
+
+def run_up(config: Config, name: str, detach: bool) -> int:
+    """`up` with its configuration read."""
     secret = read_secret(config)
     folder = state_folder(config.cluster.name, name)
     os.makedirs(folder, mode=0o700, exist_ok=True)
@@ -8613,12 +8983,11 @@ async def _run_node(config: Config, name: str, folder: str, keys: MeshKeys, spaw
 
     for signum in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(signum, on_signal)
-    loop.add_signal_handler(signal.SIGHUP, lambda: log.warning("SIGHUP: restart to apply a changed TOML"))
+    loop.add_signal_handler(signal.SIGHUP, node.reload, functools.partial(load_config, config.file))
     api = api_url(config, config.node(name))
     log.info("node %s of cluster %s, endpoint %s", name, config.cluster.name, api)
-    if config.api.bind not in ("127.0.0.1", "localhost") and not config.api.keys_file:
-        node.warnings["keys"] = f"anybody who reaches {api} can use it: set [api] keys_file"
-        log.warning("%s", node.warnings["keys"])
+    if config.api.open:
+        log.warning("anybody who reaches %s can use it: set [api] keys_file", api)
     if node.facts.isolation and config.node(name).engine.isolate == "auto" and sys.platform == "linux":
         log.warning("engines cannot be closed in, their ports are open: %s", node.facts.isolation)
     await node.run(start_services)
@@ -8822,34 +9191,6 @@ def cmd_stop(**settings: str) -> int:
     return cmd_start(**settings, wanted=False)
 
 
-class Meter:
-    """Tells how far something is: a bar on a terminal, lines in a log, nothing at all in a pipe, as cron's is."""
-
-    LINE_S = 10.0  # between two lines in a log
-
-    def __init__(self) -> None:
-        self._bar, self._said = sys.stdout.isatty(), 0.0
-        with contextlib.suppress(OSError, ValueError):
-            self._log = "JOURNAL_STREAM" in os.environ or stat.S_ISREG(os.fstat(sys.stdout.fileno()).st_mode)
-
-    def show(self, share: float, text: str) -> None:
-        """`share` of 1 is done; `text` says more."""
-        if self._bar:
-            width = max(20, os.get_terminal_size().columns - 1)
-            filled = int(20 * share)
-            print("\r" + f"[{'#' * filled:20}] {text}"[:width].ljust(width), end="", flush=True)
-        elif self._log and time.monotonic() - self._said > self.LINE_S:
-            self._said = time.monotonic()
-            print(text, flush=True)
-
-    def end(self, text: str) -> None:
-        """The last word."""
-        if self._bar:
-            print("\r" + text.ljust(max(20, os.get_terminal_size().columns - 1)))
-        elif self._log:
-            print(text, flush=True)
-
-
 @with_config
 def cmd_pull(config: Config, name: str, model: str, giver: str, over: bool) -> int:
     """Fetch a model, or all that the TOML names, from the boxes that have it to this one."""
@@ -8950,6 +9291,162 @@ def cmd_verify(config: Config, name: str, model: str) -> int:
         wrong += bool(problem)
         print(f"{node}: {problem or f'right, {root[:16]}'}" + (f" ({entry['path']})" if entry.get("path") else ""))
     return 1 if wrong or not found else 0
+
+
+def check_total_room(folder: str, files: Iterable[tuple[str, int]]) -> None:
+    """Raises FileError where what is still missing of these files does not fit."""
+    need = sum(size for path, size in files if not os.path.isfile(path) or os.path.getsize(path) != size)
+    found = os.statvfs(folder)
+    free = found.f_bavail * found.f_frsize
+    if need > free:
+        what = f"has {format_size(free)} free, and {format_size(need)} are needed"
+        raise FileError(what, where=folder, hint=f"make room for {format_size(need - free)}")
+
+
+def toml_for_stick(config: Config, with_secret: bool) -> bytes:
+    """The bytes of the TOML, a secret in it replaced by the name of a file. Raises UsageError where that fails."""
+    with open(config.file, "rb") as file:
+        data = file.read()
+    secret = config.cluster.secret
+    if with_secret or not secret:
+        return data
+    pattern = rb"""(?<![\w.])secret(\s*=\s*)("(?:[^"\\\n]|\\.)*"|'[^'\n]*')"""
+    data = re.sub(pattern, rb'secret_file\1"cluster.secret"', data)
+    with contextlib.suppress(ConfigError):
+        if (
+            not parse_config(data, file=config.file, folder=config.folder).cluster.secret
+            and secret.encode() not in data
+        ):
+            return data
+    raise UsageError(
+        "the secret cannot be taken out of it", where=config.file, hint="use secret_file, or --with-secret"
+    )
+
+
+@with_config
+def cmd_pack(config: Config, name: str, folder: str, with_secret: bool) -> int:
+    """Write all that a box needs to a folder, such as a USB stick: program, TOML, engines, models."""
+    state, settings, platform_name = state_folder(config.cluster.name, name), config.node(name), probe_platform()
+    facts = survey_once(config, name)
+    secret_file = config.cluster.secret_file
+    if with_secret and os.path.isabs(secret_file):
+        raise UsageError("names a place outside the TOML's folder: carry it by hand", where="cluster.secret_file")
+    os.makedirs(folder, exist_ok=True)
+    manifest, old = os.path.join(folder, MANIFEST_NAME), os.path.join(folder, f"{MANIFEST_NAME}.old")
+    with contextlib.suppress(FileNotFoundError):
+        os.replace(manifest, old)  # until this has come to its end, there is no whole stick
+    kept: list[StickFile] = []  # of boxes of other platforms, where pack has run before
+    with contextlib.suppress(FileError):
+        files = read_manifest(folder, f"{MANIFEST_NAME}.old").files
+        kept = [entry for entry in files if entry.platform not in ("", platform_name)]
+    with tempfile.TemporaryDirectory() as drafts:
+        with open(os.path.join(drafts, CONFIG_NAME), "wb") as file:
+            file.write(toml_for_stick(config, with_secret))
+        work = [("toml", CONFIG_NAME, file.name, "")]
+        if with_secret and secret_file:
+            work.append(("secret", secret_file, os.path.join(config.folder, secret_file), ""))
+        work += to_pack(config, facts.binaries, engine_places(config, settings, state)[1], settings.model_dirs)
+        entries = [*kept, *pack_files(folder, work, kept, platform_name, HashCache(state))]
+    platforms = sorted({entry.platform for entry in entries if entry.kind == "program"})
+    secret = "" if with_secret else f"write the cluster's secret into {secret_file or 'cluster.secret'}, beside it"
+    text = STICK_TEXT.format(cluster=config.cluster.name, stick="STICK", secret=secret, platforms=", ".join(platforms))
+    for path, content in (
+        ("README.txt", text),
+        (manifest, json.dumps(to_json(Manifest(format=STICK_FORMAT, files=tuple(entries))))),
+    ):
+        with open(os.path.join(folder, path), "w", encoding="utf-8") as written:
+            written.write(content)
+            written.flush()
+            os.fsync(written.fileno())
+    with contextlib.suppress(FileNotFoundError):
+        os.unlink(old)
+    size = format_size(sum(entry.size for entry in entries))
+    print(f"{folder}: {len(entries)} files, {size}; README.txt there says what to type")
+    return 0
+
+
+def pack_files(
+    folder: str,
+    work: Sequence[tuple[str, str, str, str]],
+    kept: Sequence[StickFile],
+    platform_name: str,
+    cache: HashCache,
+) -> Iterator[StickFile]:
+    """Put files on a stick, one after the other. Raises FileError."""
+    names = {piece.lower() for entry in kept for piece in entry.pieces}
+    sizes = [os.path.getsize(path) for _, _, path, _ in work]
+    check_total_room(
+        folder,
+        [
+            (os.path.join(folder, os.path.basename(path)), size)
+            for (_, _, path, _), size in zip(work, sizes, strict=True)
+        ],
+    )
+    meter, done = Meter(), 0
+    for kind, target, path, model in work:
+
+        def tell(count: int, path: str = path) -> None:
+            nonlocal done
+            done += count
+            meter.show(done / max(1, sum(sizes)), f"{format_size(done)} of {format_size(sum(sizes))}: {path}")
+
+        platform = platform_name if kind in ("program", "engine") else ""
+        try:
+            yield pack_file(folder, names, kind, target, path, cache, tell, platform, model)
+        except OSError as error:
+            hint = "put the stick back and type it again: it goes on from here"
+            raise FileError(f"cannot be written: {error.strerror}", where=folder, hint=hint) from None
+    meter.end("all of it is written")
+
+
+def cmd_unpack(node: str | None, stick: str, to: str, over: bool) -> int:
+    """Install from a folder that `pack` wrote what this box needs, every byte checked."""
+    unpack_stick(stick, os.path.abspath(to), node, over)
+    return 0
+
+
+def unpack_stick(stick: str, to: str, node: str | None, over: bool) -> None:
+    """Install into the folder `to`: TOML and secret first, then what they say that this box needs. Raises
+    ShardboxError."""
+    manifest, meter = read_manifest(stick), Meter()
+    os.makedirs(to, exist_ok=True)
+    if os.path.commonpath([os.path.realpath(to), os.path.realpath(stick)]) == os.path.realpath(stick):
+        raise UsageError(
+            "is on the stick itself", where=to, hint="--to FOLDER, or go to the folder where it is to live"
+        )
+    for entry in manifest.files:
+        if entry.kind in ("toml", "secret"):
+            unpack_file(stick, entry, safe_place(entry.path, folder=to), over, lambda _: None)
+    config = load_config(os.path.join(to, CONFIG_NAME))
+    name = node_name(config, node)
+    needed = [entry for entry in manifest.files if is_needed(entry, config, name)]
+    dirs, done, size = config.node(name).model_dirs, 0, sum(entry.size for entry in needed)
+    places = [safe_place(entry.path, folder=to, dirs=dirs) for entry in needed]
+    check_total_room(to, [(path, entry.size) for path, entry in zip(places, needed, strict=True)])
+    for entry, path in zip(needed, places, strict=True):
+
+        def tell(count: int, path: str = path) -> None:
+            nonlocal done
+            done += count
+            meter.show(done / max(1, size), f"{format_size(done)} of {format_size(size)}: {path}")
+
+        try:
+            put = unpack_file(stick, entry, path, over, tell)
+        except OSError as error:
+            raise FileError(f"cannot be written: {error.strerror}", where=path, hint="what is there is kept") from None
+        if entry.kind == "model":
+            state = state_folder(config.cluster.name, name)
+            os.makedirs(state, mode=0o700, exist_ok=True)
+            note_in_ledger(state, put)
+    meter.end(f"{to}: {len(needed)} files, {format_size(size)}, every byte checked")
+
+
+def is_needed(entry: StickFile, config: Config, name: str) -> bool:
+    """Whether a box needs this file of a stick."""
+    if entry.kind in ("program", "engine"):
+        return entry.platform == probe_platform()
+    model = config.model(entry.model)
+    return model is not None and (not (model.nodes or model.layers) or name in (*model.nodes, *model.layers))
 
 
 @with_config
@@ -9331,12 +9828,17 @@ def build_cli() -> Any:
     prune = option("--prune", is_flag=True, help="Remove what was copied here and is not in the TOML any more.")
     yes = option("--yes", is_flag=True, help="Do not ask.")
     any_model = click.Argument(["model"], required=False, default="", metavar="[MODEL]")
+    folder = click.Argument(["folder"], metavar="DIR")
+    with_secret = option("--with-secret", is_flag=True, help="Also the cluster's secret.")
+    stick = click.Argument(["stick"], metavar="DIR")
+    onto = option("--to", default=".", metavar="FOLDER", help="Where shardbox is to live (default: here).")
+    first = option("--from", "stick", default="", metavar="DIR", help="Unpack this folder first: see unpack.")
     once = option("--once", is_flag=True, help="End after one answer (also without a terminal).")
     count = option("--nodes", "count", default=3, type=click.IntRange(1, 8), help="How many nodes (default 3).")
 
     summary = "Run a language model that is too big for any one of your machines, on all of them together."
     group = click.Group("shardbox", help=summary, context_settings={"help_option_names": ["-h", "--help"]})
-    add(cmd_up, "up --config /etc/shardbox/shardbox.toml", *common, detach)
+    add(cmd_up, "up --config /etc/shardbox/shardbox.toml", *common, detach, first)
     add(cmd_down, "down --all", *common, everywhere)
     add(cmd_status, "status --brief", *readable, timeout, brief)
     add(cmd_plan, "plan --facts facts.json", *readable, facts)
@@ -9347,6 +9849,8 @@ def build_cli() -> Any:
     add(cmd_pull, "pull qwq-32b --from alpha", *common, any_model, giver, over)
     add(cmd_models, "models --prune", *readable, prune, yes)
     add(cmd_verify, "verify qwq-32b", *common, model)
+    add(cmd_pack, "pack /media/stick", *common, folder, with_secret)
+    add(cmd_unpack, "unpack /media/stick --to /opt/shardbox", common[1], stick, onto, over)
     add(cmd_check, "check", *readable)
     add(cmd_demo, "demo --once", once, count)
     add(cmd_secret, "secret > cluster.secret")

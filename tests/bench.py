@@ -35,7 +35,7 @@ import typing
 from collections.abc import Callable, Iterator, Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import bench_ring
 
@@ -86,11 +86,13 @@ def write_config(folder: str, models: str = "") -> tuple[int, str, str]:
 
 
 @contextlib.contextmanager
-def lone_node(folder: str) -> Iterator[tuple[subprocess.Popen[bytes], int, str]]:
-    """`up` of a cluster of one with nothing to serve: the process, its endpoint's port, its configuration."""
-    api, _, path = write_config(folder)
+def lone_node(
+    folder: str, models: str = "", errors: BinaryIO | None = None
+) -> Iterator[tuple[subprocess.Popen[bytes], int, str]]:
+    """`up` of a cluster of one: the process, its endpoint's port, its configuration. `errors`: where it logs them."""
+    api, _, path = write_config(folder, models)
     env = {**os.environ, "SHARDBOX_STATE": os.path.join(folder, "state"), "SHARDBOX_LOG": "error"}
-    with subprocess.Popen([*program(), "up", "--config", path, "--node", "a"], env=env) as process:
+    with subprocess.Popen([*program(), "up", "--config", path, "--node", "a"], env=env, stderr=errors) as process:
         yield process, api, path
         process.terminate()
 

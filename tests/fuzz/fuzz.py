@@ -5,6 +5,7 @@ changes good samples, shrinks what breaks, and prints how to repeat it. No netwo
 """
 
 import contextlib
+import dataclasses
 import io
 import json
 import os
@@ -13,6 +14,7 @@ import resource
 import socket
 import ssl
 import sys
+import tempfile
 import threading
 import time
 import traceback
@@ -184,6 +186,54 @@ class Target:
         assert ended.get(timeout=PATIENCE_S) is False
 
 
+class Ordered:
+    """A real node, and a member that knows what a proposer may say, and says it in other ways."""
+
+    MODEL = '[[models]]\nname = "m"\npath = "m.gguf"\nautostart = false\n'
+    MODEL += 'rehearse = {layers = 2, width = 64, bytes = "1MiB"}\n'
+
+    def __init__(self, stack: contextlib.ExitStack) -> None:
+        folder = stack.enter_context(tempfile.TemporaryDirectory())
+        self.log = Path(folder, "log")
+        with self.log.open("wb") as log:
+            self.process, api, path = stack.enter_context(bench.lone_node(folder, self.MODEL, log))
+        while not bench.listening(HERE, api):
+            assert self.process.poll() is None
+            time.sleep(0.02)
+        self.config = config = shardbox.parse_config(Path(path).read_bytes(), file=path, folder=folder)
+        self.port = config.nodes[0].ports.mesh
+        keys = mesh_keys(bench.SECRET, config.cluster.name, "a")  # no pin says that it is another
+        self.member = Mesh(keys=keys, open_service=Target._open)
+        stack.callback(self.member.close)
+        facts = dataclasses.replace(box("a", 20 << 30, shape(layers=2)), engine_kind="rehearsal")
+        plan = shardbox.plan_all(config, [facts])["m"]
+        assert isinstance(plan, shardbox.ModelPlan), plan
+        said = {"model": "m", "generation": "0" * 16, "reason": "none", "orderly": False, "plan": plan}
+        self.bodies = {verb: shardbox.to_json(said) for verb in ("prepare", "launch", "lease", "release", "trouble")}
+        self.asked = [self.http("POST", f"/peer/{verb}", json.dumps(body)) for verb, body in self.bodies.items()]
+        query = f"model=m&generation={0:016}&lines=9&uptime=1"
+        self.asked += [self.http("GET", f"/peer/{what}?{query}") for what in ("state", "bound", "logs", "pairs")]
+
+    @staticmethod
+    def http(method: str, path: str, body: str = "") -> bytes:
+        head = f"{method} {path} HTTP/1.1\r\nHost: a\r\nContent-Length: {len(body.encode())}\r\n\r\n"
+        return (head + body).encode(errors="replace")
+
+    def say(self, data: bytes) -> None:
+        with self.member.connect(HERE, self.port, "a", "control", PATIENCE_S) as talk:
+            talk.settimeout(PATIENCE_S)
+            drain(talk, data)
+        assert self.process.poll() is None, "the node has ended"
+        assert b"Traceback" not in (said := self.log.read_bytes()), said.decode()
+
+    def orders(self, which: int, changes: Changes) -> None:
+        self.say(changed(self.asked[which % len(self.asked)], changes))
+
+    def orders_of_any_shape(self, verb: str, key: str, value: Any) -> None:
+        body = {**self.bodies[verb], key: value}
+        self.say(self.http("POST", f"/peer/{verb}", json.dumps(body)))
+
+
 def echo(sock: socket.socket) -> None:
     with sock, contextlib.suppress(OSError):
         while data := sock.recv(1 << 16):
@@ -272,10 +322,16 @@ def bounded(name: str, work: Callable[..., None], seconds: float, *strategies: s
 
 def main() -> int:
     """All targets one after the other; the number of those that broke decides the exit code."""
-    target = Target()
+    with contextlib.ExitStack() as stack:
+        return attack(Target(), Ordered(stack))
+
+
+def attack(target: Target, node: Ordered) -> int:
+    """The exit code."""
     text = st.none() | st.text(max_size=80)
     fields = st.fixed_dictionaries(dict.fromkeys(("node", "cluster", "protocol", "version"), text))
     addresses = st.lists(st.sampled_from(["10.0.0.1", "fe80::1", ""]) | st.text(max_size=9), max_size=3)
+    verbs, keys = st.sampled_from([*node.bodies]), st.sampled_from(["model", "generation", "plan", "reason", "expect"])
     jobs: list[tuple[str, Callable[..., None], tuple[st.SearchStrategy[Any], ...]]] = [
         ("TOML", toml, (CHANGES,)),
         ("GGUF", gguf, (CHANGES,)),
@@ -286,6 +342,8 @@ def main() -> int:
         ("first bytes", target.first_bytes, (CHANGES,)),
         ("preface", target.preface, (CHANGES,)),
         ("cable", target.cable, (CHANGES,)),
+        ("orders", node.orders, (st.integers(0, 20), CHANGES)),
+        ("orders of any shape", node.orders_of_any_shape, (verbs, keys, JSON)),
     ]
     broken = []
     for name, work, strategies in jobs:
@@ -297,7 +355,10 @@ def main() -> int:
                 raise
             traceback.print_exc()
             broken.append(name)
-    print("refused by the node:", dict(target.far.refusals))
+    refused = shardbox.read_status(node.config, "a", PATIENCE_S).refusals
+    print("refused by the nodes:", dict(target.far.refusals), refused)
+    if not refused.get("order"):
+        broken.append("counting of orders")
     target.near.close()
     target.far.close()
     try:

@@ -867,6 +867,47 @@ def test_better_plan_is_taken_at_a_quiet_moment_only(hosts: MakeLan) -> None:
         assert model(after).restarts == 0 and alpha.http("POST", CHAT, chat(max_tokens=3)).status == 200
 
 
+def test_hangup_takes_the_changed_file_over_and_leaves_the_ring_alone(hosts: MakeLan) -> None:
+    names = ("alpha", "beta")
+    text = cluster_toml(names, memory=HALF)
+    second = '[[models]]\nname = "mini"\npath = "mini.gguf"\nrehearse = {layers = 4, width = 64, bytes = "64MiB"}\n'
+    with hosts(text, names) as lan:
+        alpha, beta = lan.up(*names)
+        before = model(beta.wait_status(serves(2), "a ring of 2")).generation
+
+        def hang_up(text: str, *who: Host) -> None:
+            lan.write("shardbox.toml", text)
+            for host in who:
+                assert host.up_process
+                host.up_process.send_signal(signal.SIGHUP)
+
+        def says(*words: str) -> Callable[[Snapshot], bool]:
+            return lambda found: all(any(word in text for text in found.warnings) for word in words)
+
+        hang_up(text.replace("slots = 2", "slots = two"), alpha)
+        alpha.wait_status(says("is not taken over"), "the mistake")
+        assert alpha.run("status").returncode in (UNKNOWN, WARNING)
+
+        hang_up(
+            text.replace("context = 8192", "context = 4096").replace("[api]", "[ports]\nmesh = 7411\n[api]") + second,
+            alpha,
+        )
+        alpha.wait_status(says("ports needs a restart", "differs on beta", "tiny was changed"), "what is left")
+        mini = {**chat(max_tokens=3), "model": "mini"}
+        eventually(lambda: alpha.http("POST", CHAT, mini).status == 200, "the new model answers")
+        assert beta.http("POST", CHAT, mini).status == 404
+        assert beta.http("POST", CHAT, chat(max_tokens=3)).status == 200
+
+        hang_up(text + second, alpha, beta)
+        alpha.wait_status(lambda found: not found.warnings, "all is taken over, by both")
+        eventually(lambda: beta.http("POST", CHAT, mini).status == 200, "the new model answers through beta")
+
+        hang_up(text, alpha, beta)
+        alpha.wait_status(lambda found: [view.model for view in found.models] == ["tiny"], "the model is gone")
+        eventually(lambda: not any("mini" in words for words in alpha.pids().values()), "its engine too")
+        assert model(beta.wait_status(serves(2), "the first ring")).generation == before
+
+
 # --- the real engine ---------------------------------------------------------------------------------------
 
 PROMPTS = ("The capital of France is", "Water boils at", "Once upon a time")

@@ -22,9 +22,9 @@ from shardbox import NodeConfig, UsageError, node_name
 SECRET = "hunter2-correct-horse-battery"
 PROGRAM = [sys.executable, str(Path(shardbox.__file__))]
 CONFIG_COMMANDS = (
-    *("up", "down", "status", "plan", "nodes", "logs", "start", "stop", "pull", "models", "verify", "check"),
+    *("up", "down", "status", "plan", "nodes", "logs", "start", "stop", "pull", "models", "verify", "pack", "check"),
 )
-COMMANDS = (*CONFIG_COMMANDS, "demo", "secret", "version")
+COMMANDS = (*CONFIG_COMMANDS, "unpack", "demo", "secret", "version")
 BODY = '[engine]\nkind = "rehearsal"\n[[nodes]]\nname = "alpha"\n[[models]]\nname = "m"\npath = "m.gguf"\n'
 BODY += 'rehearse = {layers = 4, width = 128, bytes = "64MiB"}\n'
 
@@ -181,7 +181,7 @@ def test_rehearse_without_arguments_is_bad_usage(run: Any) -> None:
 
 @pytest.mark.parametrize("command", [c for c in CONFIG_COMMANDS if c != "status"])
 def test_no_configuration_is_one_message_and_a_hint(run: Any, command: str) -> None:
-    said = run(command, *(["m"] if command in ("start", "stop", "verify") else []))
+    said = run(command, *(["m"] if command in ("start", "stop", "verify", "pack") else []))
     assert said.code == 2
     assert said.out == ""
     message, hint = said.err.splitlines()

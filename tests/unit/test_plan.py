@@ -745,3 +745,18 @@ def test_improvement_only_of_a_clearly_better_plan(old: ModelPlan, new: ModelPla
 def test_improvement_of_a_plan_over_itself_is_none() -> None:
     for plan in (ring_plan(10), ring_plan(5, 5), with_cards(ring_plan(3, 7), 3, 7)):
         assert improvement(plan, plan) == ""
+
+
+def test_plan_all_avoids_the_ports_of_rings_that_run_under_an_older_file() -> None:
+    """The first model of the file is new, and takes the place of the second, whose ring still runs."""
+    model = shape(layers=4, layer_bytes=100 * MIB)
+    first, second, third = (model_config(name) for name in ("first", "m", "third"))
+    facts = [box("alpha", 64 * GIB, models=tuple(copy_of(model, name=name) for name in ("first", "m", "third")))]
+    running = plan_all(config(second, third), facts)["m"]
+    assert isinstance(running, ModelPlan) and running.block == 0
+    plans = plan_all(config(first, second, third), facts, {"m": running})
+    assert {name: plan.block for name, plan in plans.items() if isinstance(plan, ModelPlan)} == {
+        "first": 1,
+        "m": 0,
+        "third": 2,
+    }
