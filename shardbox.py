@@ -942,6 +942,7 @@ class ModelShape:
     active_bytes: tuple[int, ...] = ()  # of these, what one token reads: not every expert; (): all
     kv_values: tuple[int, ...] = ()  # one entry a layer: keys and values of one token; (): kv_heads in each
     experts_used: int = 0  # of each layer; 0: it has none
+    merges: bool = False  # a BPE vocabulary
     sliding_window: int = 0  # tokens, as the header says; Prima keeps the whole context all the same
     embedding_bytes: int  # token_embd
     output_bytes: int  # output, output_norm and all else that is not in a layer
@@ -1328,6 +1329,7 @@ def model_shape(headers: Sequence[GgufHeader]) -> ModelShape:
         active_bytes=active_bytes,
         kv_values=tuple(its * (key_width + value_width) for its in kv_heads * (layers // len(kv_heads))),
         experts_used=used,
+        merges=first.metadata.get("tokenizer.ggml.model") == "gpt2",
         sliding_window=count("attention.sliding_window", 0),
         embedding_bytes=embedding.bytes,
         output_bytes=by_type.total() - sum(layer_bytes) - embedding.bytes,
@@ -1395,13 +1397,13 @@ MAX_CYCLES = 29  # Prima has 32 schedulers: one a window, and the leader's two e
 EXACT_ORDER = 10  # ranks: up to here the order of a ring is the best there is
 
 # What an engine holds beside buffers (measured on bdf9d8e7 over five models): code, threads, tables; strings and
-# indexes of its vocabulary, per token; cells of the KV cache, per token of context.
-ENGINE_BASE_BYTES, VOCAB_TOKEN_BYTES, CONTEXT_CELL_BYTES = 16 * MIB, 512, 128
+# indexes of its vocabulary, per token, with and without merges (BPE); cells of the KV cache, per token of context.
+ENGINE_BASE_BYTES, VOCAB_TOKEN_BYTES, CONTEXT_CELL_BYTES = 8 * MIB, {False: 320, True: 640}, 128
 
 # How fast it computes: weights a core multiplies while it could scan one byte in its cache; time around each layer; one
 # hop through two engines and forwarders beside the network. Measured on bdf9d8e7 with AVX-512 (2026-12-01, AMD EPYC
 # 9004): eleven quantisations lie within 0.7 and 1.4 of this.
-WEIGHTS_PER_SCANNED_BYTE, LAYER_S, HOP_S = 0.18, 60e-6, 250e-6
+WEIGHTS_PER_SCANNED_BYTE, LAYER_S, HOP_S = 0.2, 60e-6, 250e-6
 TOKEN_S_PER_VOCAB = 20e-9  # sampling on the leader
 ASSUMED_LINK = LinkFacts(rtt_ns=500_000, bytes_per_s=110_000_000)  # until it is measured: 1 Gbit/s
 
@@ -1544,6 +1546,7 @@ def model_costs(shape: ModelShape, context: int, slots: int = 1) -> Costs:
     forward = 4 * batch * used * max(2 * shape.ff_width, shape.ff_width + shape.width) + 2 * outer
     scores = 4 * batch * context * shape.heads
     scratch = 2 * batch * max(context * shape.heads, shape.ff_width * used)  # src1 of a product, as f16 at most
+    words = VOCAB_TOKEN_BYTES[shape.merges]
     values = shape.kv_values or (shape.kv_heads * (shape.key_width + shape.value_width),) * shape.layers
     kv_bytes = tuple(2 * context * count for count in values)
     both = [weights + kv for weights, kv in zip(shape.layer_bytes, kv_bytes, strict=True)]
@@ -1552,9 +1555,9 @@ def model_costs(shape: ModelShape, context: int, slots: int = 1) -> Costs:
         kv_bytes=kv_bytes,
         upto=tuple(itertools.accumulate(both, initial=0)),
         ends_bytes=shape.embedding_bytes + shape.output_bytes,
-        graph_bytes=4 * batch * context + max(scores + 3 * inner, forward) + 64 * KIB,
-        leader_buffer_bytes=4 * (batch + slots) * shape.vocab + 3 * outer,
-        base_bytes=ENGINE_BASE_BYTES + scratch + VOCAB_TOKEN_BYTES * shape.vocab + CONTEXT_CELL_BYTES * context,
+        graph_bytes=4 * batch * context + max(scores + 3 * inner, forward) + 128 * KIB,
+        leader_buffer_bytes=4 * (batch + slots) * shape.vocab + 3 * outer + 128 * KIB,
+        base_bytes=ENGINE_BASE_BYTES + scratch + words * shape.vocab + CONTEXT_CELL_BYTES * context,
     )
 
 
@@ -2875,23 +2878,23 @@ def probe_cores(root: str = "/", affinity: int = 0) -> int:
 
 
 def _scan_rate(pieces: Sequence[tuple[int, int]], seconds: float) -> float:
-    """Bytes a second that as many threads read, each its own piece of memory (address, size) from end to end; the best
-    round counts. memchr() reads as wide as the processor can, and runs beside the interpreter's lock."""
+    """Bytes a second that as many threads read, each its own piece of memory (address, size) again and again. memchr()
+    reads as wide as the processor can, and runs beside the interpreter's lock; a thread's own time does not count what
+    other programs take of the processor."""
     scan = ctypes.CDLL(None).memchr
     scan.argtypes, scan.restype = (ctypes.c_void_p, ctypes.c_int, ctypes.c_size_t), ctypes.c_void_p
-    times = max(1, 16 * MIB // pieces[0][1])
+    times, deadline = max(1, 8 * MIB // pieces[0][1]), time.perf_counter() + seconds
 
-    def read(piece: tuple[int, int]) -> None:
-        for _ in range(times):
-            scan(piece[0], 7, piece[1])
+    def rate(piece: tuple[int, int]) -> float:
+        started, count = time.thread_time(), 0
+        while not count or time.perf_counter() < deadline:
+            for _ in range(times):
+                scan(piece[0], 7, piece[1])
+            count += times
+        return count * piece[1] / max(1e-6, time.thread_time() - started)
 
-    best, deadline = 0.0, time.perf_counter() + seconds
     with ThreadPoolExecutor(len(pieces)) as pool:
-        while time.perf_counter() < deadline:
-            started = time.perf_counter()
-            list(pool.map(read, pieces))
-            best = max(best, times * sum(size for _, size in pieces) / (time.perf_counter() - started))
-    return best
+        return sum(pool.map(rate, pieces))
 
 
 def measure_speed(cores: int, available_bytes: int) -> SpeedFacts:
