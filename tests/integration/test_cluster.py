@@ -192,6 +192,16 @@ def test_plan_three_nodes_of_equal_room_names_all_and_why(gamma: Host) -> None:
     assert "too much for any one node" in done.stdout and "leads: most room" in done.stdout
 
 
+def test_nodes_have_measured_the_way_to_each_other_before_the_ring_formed(gamma: Host) -> None:
+    facts = json.loads(gamma.run("nodes", "--json").stdout)["facts"]
+    links = {(node["name"], other): link for node in facts for other, link in node["links"].items()}
+
+    assert sorted(links) == [(one, other) for one in MEMBERS for other in MEMBERS if one < other]
+    assert all(10_000 < link["rtt_ns"] < 100_000_000 and link["bytes_per_s"] > 10_000_000 for link in links.values())
+    plan = json.loads(gamma.run("plan", "--json").stdout)["plans"]
+    assert all(rank["hop_s"] > 0 for found in plan.values() for rank in found["ranks"])
+
+
 @pytest.mark.parametrize("name", MEMBERS)
 def test_chat_plain_answers_on_every_node(ring: Lan, name: str) -> None:
     answer = ring.hosts[name].http("POST", CHAT, chat(max_tokens=7))
