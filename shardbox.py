@@ -1665,6 +1665,12 @@ def _node_problem(field: _Field, model: ModelConfig, name: str, wanted: ModelFac
     return ""
 
 
+def most_common_root(copies: Iterable[ModelFacts]) -> str:
+    """The content hash of most of these copies that are whole, of two with as many the lowest; "" without any."""
+    votes = Counter(copy.root for copy in copies if copy.root and not copy.problem)
+    return min(votes, key=lambda root: (-votes[root], root), default="")
+
+
 def _copy_that_counts(field: _Field, model: ModelConfig) -> ModelFacts:
     """The content that every rank must have: the leader's where the TOML names one, else that of most nodes that hold
     the model (ties: lowest hash). One that contradicts the TOML's `sha256` is no copy at all. Nodes that may not hold
@@ -1682,13 +1688,16 @@ def _copy_that_counts(field: _Field, model: ModelConfig) -> ModelFacts:
         found = "; ".join(f"{name}: {copies[name].problem or 'not there'}" for name in copies if name in allowed)
         hint = "copy the file to one box, under the TOML's folder or one of model_dirs"
         raise _plan_error(model, f"no node has a whole copy of {model.path} ({found:.4000})", hint)
-    votes = Counter(copy.root for copy in whole.values() if copy.root)
-    root = min(votes, key=lambda value: (-votes[value], value), default="")
-    if model.leader in whole and whole[model.leader].root:
-        root = whole[model.leader].root
+    root = whole[model.leader].root if model.leader in whole else ""
+    root = root or most_common_root(whole.values())
     wanted = next((copy for copy in whole.values() if copy.root == root), next(iter(whole.values())))
     takers = [name for name, copy in copies.items() if name in allowed and to_fetch(config, model, copy, wanted)]
-    if len(votes) > 1 and takers and not model.sha256 and model.leader not in whole:
+    if (
+        len({copy.root for copy in whole.values() if copy.root}) > 1
+        and takers
+        and not model.sha256
+        and model.leader not in whole
+    ):
         held = ", ".join(f"{name} has {copy.root[:8]}" for name, copy in whole.items() if copy.root)
         what = f"{takers[0]} has to fetch {model.path}, but the copies differ: {held}"
         raise _plan_error(model, what, "say which one is right: `sha256` of the model, as sha256sum prints it")
@@ -6514,13 +6523,14 @@ class Library:
         if copy.model:
             self._surveyor.receiving[copy.model] = copy.root
         log.info("copy of %s: begun", copy.label)
+        begun = time.monotonic()
         running = asyncio.ensure_future(self._box.in_thread(copy.run))
         try:
             said, told = 0.0, False
             while not running.done():
                 if copy.landing is not None and not told:
                     told = True
-                    note_in_ledger(self._box.folder, [f"{path}.part" for path in copy.landing.own])
+                    self._note([f"{path}.part" for path in copy.landing.own])
                     await self._refresh()  # the others learn that they can have of it
                 if time.monotonic() - said > 10.0:
                     said = time.monotonic()
@@ -6528,14 +6538,23 @@ class Library:
                 await asyncio.wait({running}, timeout=0.5)
             await running
             if copy.landing is not None and copy.state == "landed":
-                note_in_ledger(self._box.folder, copy.landing.own)
+                self._note(copy.landing.own)
                 hashes = [file.hashes for file in copy.landing.listing.files]
-                await self._box.in_thread(self._surveyor.landed, copy.model, copy.landing.paths, hashes)
+                with contextlib.suppress(OSError):  # then they are read again
+                    await self._box.in_thread(self._surveyor.landed, copy.model, copy.landing.paths, hashes)
         finally:
             self._surveyor.receiving.pop(copy.model, None)
             await self._refresh()
             copy.state = "done" if copy.state == "landed" else "failed"
-        log.info("copy of %s: %s", copy.label, copy.problem or "whole, and in place")
+        seconds, size = time.monotonic() - begun, copy.view().done_bytes
+        rate = f"{format_size(size)} in {format_duration(seconds)}, {format_size(int(size / seconds))}/s"
+        log.info("copy of %s: %s", copy.label, copy.problem or f"whole, and in place ({rate})")
+
+    def _note(self, paths: Sequence[str]) -> None:
+        try:
+            note_in_ledger(self._box.folder, paths)
+        except OSError as error:
+            log.warning("`models --prune` will not know of %s: %s", ", ".join(paths), error)
 
     async def reread(self, model: ModelConfig) -> dict[str, str]:
         """See Surveyor.reread."""
@@ -7672,6 +7691,19 @@ def all_copies(node: Node) -> tuple[CopyView, ...]:
     return (*(copy.view() for copy in node.library.copies.values()), *others)
 
 
+def wrong_copies(model: ModelConfig, facts: Sequence[NodeFacts]) -> list[str]:
+    """One warning for each node whose file is not what the others, the leader or the TOML say that it should be."""
+    copies = {node.name: node.model(model.name) for node in facts}
+    right = copies[model.leader].root if model.leader in copies and not copies[model.leader].problem else ""
+    right = right or most_common_root(copies.values())
+    wrong = {name: copy for name, copy in copies.items() if copy.root and (copy.problem or copy.root != right)}
+    end = f"`shardbox pull {model.name} --replace` on that box mends it"
+    return [
+        f"{name}: {copy.problem or f'{copy.path} has other bytes ({copy.root[:8]}, not {right[:8]})'}; {end}"
+        for name, copy in wrong.items()
+    ]
+
+
 def snapshot(node: Node) -> Snapshot:
     """Everything that `status` shows."""
     box, peers, api = node.box, peer_views(node), api_url(node.box.config, node.box.settings)
@@ -7684,6 +7716,7 @@ def snapshot(node: Node) -> Snapshot:
     opened = sorted({f"{rank.node}: {rank.isolation_problem}" for rank in ranks})
     warnings = [
         *node.warnings.values(),
+        *(text for model in box.config.models for text in wrong_copies(model, node.all_facts())),
         *([f"anybody who reaches {api} can use it: set [api] keys_file"] if box.config.api.open else []),
         *([f"shardbox.toml differs on {', '.join(differing)}"] if differing else []),
         *(f"the engine's ports are open on {text}" for text in opened),
@@ -9226,18 +9259,12 @@ def cmd_models(config: Config, name: str, as_json: bool, prune: bool, yes: bool)
         print(json.dumps({"models": rows}, indent=2))
         return 0
     shown = [
-        (model.name, node.name, copy_state(copy, copy.root and most_common_root(facts, model.name)),
+        (model.name, node.name, copy_state(copy, most_common_root(other.model(model.name) for other in facts)),
          format_size(copy.size_bytes) if copy.size_bytes else "-", copy.root[:16] or "-", copy.path or model.path)
         for node, model, copy in held
     ]  # fmt: skip
     print(table(("MODEL", "NODE", "STATE", "SIZE", "CONTENT", "FILE"), shown))
     return 0
-
-
-def most_common_root(facts: Sequence[NodeFacts], model: str) -> str:
-    """The content hash that most boxes have."""
-    votes = Counter(copy.root for node in facts if (copy := node.model(model)).root and not copy.problem)
-    return min(votes, key=lambda root: (-votes[root], root), default="")
 
 
 def copy_state(copy: ModelFacts, common: str) -> str:
