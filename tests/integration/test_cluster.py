@@ -20,18 +20,37 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import pytest
-from hosts import PATIENCE_S, SECRET, Answer, Host, Lan, eventually, hosts, in_namespace, shardbox_command
+from hosts import (
+    CHAT,
+    CRITICAL,
+    MEMBERS,
+    OK,
+    PATIENCE_S,
+    SECRET,
+    UNKNOWN,
+    WARNING,
+    Answer,
+    Host,
+    Lan,
+    agree,
+    chat,
+    eventually,
+    hosts,
+    in_namespace,
+    model,
+    nodes_of,
+    rank_on,
+    serves,
+    shardbox_command,
+)
 
-from shardbox import EngineConfig, ModelView, RankView, Snapshot, status_line
+from shardbox import EngineConfig, Snapshot, status_line
 
 __all__ = ["hosts"]  # a fixture, found by its name
 
 MakeLan = Callable[..., contextlib.AbstractContextManager[Lan]]
 pytestmark = [pytest.mark.namespaces, pytest.mark.timeout(180)]
 
-OK, WARNING, CRITICAL, UNKNOWN = 0, 1, 2, 3
-MEMBERS = ("alpha", "beta", "gamma")
-CHAT = "/v1/chat/completions"
 ONE_IN_THREE = "1450MiB"  # of a model of 3 GiB: no two of these hold it
 HALF = "2500MiB"  # two of these do
 ADVERT = """
@@ -70,30 +89,6 @@ def cluster_toml(
     return "\n".join(lines)
 
 
-def model(snapshot: Snapshot) -> ModelView:
-    return snapshot.models[0]
-
-
-def serves(world: int) -> Callable[[Snapshot], bool]:
-    """A whole ring of that many ranks answers."""
-    return lambda snapshot: (
-        model(snapshot).phase == "serving" and model(snapshot).alive == model(snapshot).world == world
-    )
-
-
-def rank_on(snapshot: Snapshot, node: str) -> RankView:
-    return next(rank for rank in model(snapshot).ranks if rank.node == node)
-
-
-def nodes_of(snapshot: Snapshot) -> list[str]:
-    """The ring's nodes, the leader first."""
-    return [rank.node for rank in model(snapshot).ranks]
-
-
-def chat(text: str = "What is this?", **more: Any) -> dict[str, Any]:
-    return {"model": "tiny", "messages": [{"role": "user", "content": text}], **more}
-
-
 def words_of(events: Sequence[Any]) -> str:
     """The text of streamed chat events."""
     choices = [choice for event in events if event != "[DONE]" for choice in event["choices"]]
@@ -117,17 +112,6 @@ def attic(hosts: MakeLan) -> Iterator[Lan]:
     with hosts(cluster_toml(), (*MEMBERS, "delta")) as lan:
         lan.up(*MEMBERS)
         yield lan
-
-
-def agree(lan: Lan, but: str = "") -> str:
-    """Wait until every member says that all ranks serve, under one generation that is not `but`; which one."""
-    hosts = [lan.hosts[name] for name in MEMBERS]
-
-    def ask() -> str:
-        found = {model(host.wait_status(serves(3), "a ring of 3")).generation for host in hosts}
-        return found.pop() if len(found) == 1 and found != {but} else ""
-
-    return eventually(ask, "the same ring on all three")
 
 
 @pytest.fixture
@@ -206,6 +190,16 @@ def test_plan_three_nodes_of_equal_room_names_all_and_why(gamma: Host) -> None:
 
     assert done.returncode == 0 and "a ring of 3" in done.stdout
     assert "too much for any one node" in done.stdout and "leads: most room" in done.stdout
+
+
+def test_nodes_have_measured_the_way_to_each_other_before_the_ring_formed(gamma: Host) -> None:
+    facts = json.loads(gamma.run("nodes", "--json").stdout)["facts"]
+    links = {(node["name"], other): link for node in facts for other, link in node["links"].items()}
+
+    assert sorted(links) == [(one, other) for one in MEMBERS for other in MEMBERS if one < other]
+    assert all(10_000 < link["rtt_ns"] < 100_000_000 and link["bytes_per_s"] > 10_000_000 for link in links.values())
+    plan = json.loads(gamma.run("plan", "--json").stdout)["plans"]
+    assert all(rank["hop_s"] > 0 for found in plan.values() for rank in found["ranks"])
 
 
 @pytest.mark.parametrize("name", MEMBERS)
