@@ -6,7 +6,7 @@ DEMO_ARGS ?=
 TEST_ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test unit check lint types build build-check fault e2e fuzz bench fmt lock clean
+.PHONY: help venv demo test unit check lint types build build-check fault soak e2e fuzz bench fmt lock clean
 
 help: ## list the targets
 	@grep -E '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 14
@@ -54,10 +54,13 @@ build-check: venv ## build the last commit twice, in different folders: the same
 	@PYTHON="$(PYTHON)" BIN="$(CURDIR)/$(BIN)" tools/build-check
 
 e2e: build ## the end-to-end tests against dist/shardbox
-	SHARDBOX_EXE=$(CURDIR)/dist/shardbox $(BIN)/pytest $(TEST_ARGS) tests/e2e tests/integration/test_cluster.py
+	SHARDBOX_EXE=$(CURDIR)/dist/shardbox $(BIN)/pytest $(TEST_ARGS) tests/e2e tests/integration/test_cluster.py tests/fault
 
-fault: venv ## the faults that are tested so far: killed engines and nodes, lost boxes, address changes, twins (root)
-	$(BIN)/pytest $(TEST_ARGS) tests/integration/test_cluster.py -k "killed or stopped or address or another_box or forming or down"
+fault: venv ## every fault on a ring of three with clients, FAULT_REPEAT times (2); a table, and build/fault.json (root)
+	FAULT_REPEAT=$(or $(FAULT_REPEAT),2) $(BIN)/pytest -q $(TEST_ARGS) tests/fault
+
+soak: venv ## random faults for SOAK_S seconds (600) with clients: nothing may be lost, or leak (root; SOAK_SEED=)
+	PYTHONPATH=.:tests:tests/fault $(BIN)/python tests/fault/soak.py
 
 fuzz: venv ## hostile input and 10,000 half-open connections (FUZZ_SECONDS=60)
 	PYTHONPATH=.:tests:tests/unit $(BIN)/python tests/fuzz/fuzz.py

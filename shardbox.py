@@ -48,6 +48,7 @@ import itertools
 import json
 import logging
 import math
+import mmap
 import os
 import platform
 import random
@@ -336,6 +337,11 @@ class ApiConfig:
     tls_key: str = ""
     hold_s: float = 60.0  # how long a request waits for a ring that forms again
     drain_s: float = 20.0  # how long a node that goes down lets answers in progress end
+
+    @property
+    def open(self) -> bool:
+        """Whether anybody on the LAN may ask."""
+        return self.bind not in ("127.0.0.1", "localhost") and not self.keys_file
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -877,6 +883,40 @@ def parse_config(data: bytes, *, file: str, folder: str) -> Config:
     if problems:
         raise ConfigError(problems)
     return config
+
+
+# What a node takes from the TOML only when it starts; all else follows a SIGHUP.
+_FIXED = {
+    "cluster": (
+        *("name", "secret", "secret_file", "old_secret_file", "discovery", "encryption", "interfaces", "copy_limit"),
+    ),
+    "api": ("bind", "tls_cert", "tls_key"),
+    "engine": ("kind",),
+}
+
+
+def reloaded(old: Config, new: Config, name: str) -> tuple[Config, tuple[str, ...]]:
+    """What the running node `name` takes of a changed file, and the keys that only a restart applies."""
+    parts: dict[str, Any] = {}
+    left: list[str] = []
+    for section, keys in _FIXED.items():
+        was, now = getattr(old, section), getattr(new, section)
+        changed = {key: getattr(was, key) for key in keys if getattr(was, key) != getattr(now, key)}
+        parts[section] = replace(now, **changed)
+        left += [f"{section}.{key}" for key in changed]
+    ports = old.node(name).ports
+    if ports != new.node(name).ports:
+        left.append("ports")
+        parts["nodes"] = tuple(replace(node, ports=ports) if node.name == name else node for node in new.nodes)
+        parts["ports"] = old.ports if name in {node.name for node in new.nodes} else ports
+    if {node.name: node.key for node in old.nodes} != {node.name: node.key for node in new.nodes}:
+        left.append("nodes.key")
+    return replace(new, **parts), tuple(left)
+
+
+def as_started(model: ModelConfig) -> ModelConfig:
+    """The model without what may change while it runs."""
+    return replace(model, aliases=(), max_output=0, autostart=True)
 
 
 # ======================================================================================================
@@ -1447,12 +1487,23 @@ class Room:
     node: str
     ram_bytes: int
     gpu_bytes: int
-    note: str
+    measured_bytes: int  # of memory, free or held by our own engines
+    cap_bytes: int | None  # what the TOML allows
+    taken_bytes: int  # by models placed before
 
     @property
     def total_bytes(self) -> int:
         """Memory and GPU memory together."""
         return self.ram_bytes + self.gpu_bytes
+
+    @property
+    def note(self) -> str:
+        """Where the room comes from."""
+        text, cap = f"{format_size(self.measured_bytes)} available", self.cap_bytes
+        if cap is not None:
+            below = cap > self.measured_bytes
+            text = f"{text}, below its cap of {format_size(cap)}" if below else f"capped at {format_size(cap)}"
+        return text + (f", {format_size(self.taken_bytes)} of it for other models" if self.taken_bytes else "")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -1538,22 +1589,22 @@ def rehearsed_shape(rehearse: RehearseConfig, name: str) -> ModelShape:
 
 def node_room(node: NodeConfig, facts: NodeFacts, taken: int = 0, gpu_taken: int = 0) -> Room:
     """What this node may spend. The rehearsal holds no weights, so there a cap counts as given."""
-    measured = facts.memory.available_bytes + facts.own_bytes
-    cap = node.memory_bytes
-    if cap is None:
-        ram, note = measured, f"{format_size(measured)} available"
-    elif facts.engine_kind == "rehearsal" or cap <= measured:
-        ram, note = cap, f"capped at {format_size(cap)}"
-    else:
-        ram, note = measured, f"{format_size(measured)} available, below its cap of {format_size(cap)}"
+    measured, cap = facts.memory.available_bytes + facts.own_bytes, node.memory_bytes
+    if facts.engine_kind == "rehearsal" and cap is not None:
+        measured = max(measured, cap)
+    ram = measured if cap is None else min(cap, measured)
     cards = [gpu.free_bytes for gpu in facts.gpus if gpu.free_bytes]
     gpu = sum(max(0, int(free * (1 - HEADROOM)) - GPU_BASE_BYTES) for free in cards)
     if node.gpu_memory_bytes is not None:
         gpu = min(gpu, node.gpu_memory_bytes)
-    if taken:
-        note += f", {format_size(taken)} of it for other models"
-    ram = max(0, int(ram * (1 - HEADROOM)) - taken)
-    return Room(node=facts.name, ram_bytes=ram, gpu_bytes=max(0, gpu - gpu_taken), note=note)
+    return Room(
+        node=facts.name,
+        ram_bytes=max(0, int(ram * (1 - HEADROOM)) - taken),
+        gpu_bytes=max(0, gpu - gpu_taken),
+        measured_bytes=measured,
+        cap_bytes=cap,
+        taken_bytes=taken,
+    )
 
 
 def _binary_problem(facts: NodeFacts, role: str) -> str:
@@ -1827,7 +1878,8 @@ class _Draft:
     def single(self) -> tuple[_Ring, int, str] | None:
         """One node that can lead, when it all fits there: the fastest as far as is known, else the roomiest."""
         layers = self.shape.layers
-        fitting = [room for room in self.leaders() if self.free([(room, layers)])[0] >= 0]
+        roomy = [room for room in self.leaders() if room.total_bytes >= self.costs.total_bytes]
+        fitting = [room for room in roomy if self.free([(room, layers)])[0] >= 0]
         if not fitting:
             return None
 
@@ -2083,6 +2135,7 @@ def plan_all(
     """A plan or the reason against it for each model, in the TOML's order; `placed` are rings that run
     already and keep what they have."""
     placed, taken = placed or {}, Counter[str]()
+    blocks = {plan.block for plan in placed.values()}  # the TOML's order may have changed since
     gpu_taken = Counter[str]()  # not of `placed`: what NVML calls free is already without it
     field, holders = _look_over(config, facts), dict[str, int]()
     result: dict[str, ModelPlan | PlanError] = {}
@@ -2106,7 +2159,9 @@ def plan_all(
             error.hint += f"; memory is already given to {given}" if given else ""
             result[model.name] = error
             continue
-        result[model.name] = plan
+        free = [block for block in (plan.block, *range(len(config.models))) if block not in blocks]
+        result[model.name] = plan = replace(plan, block=(*free, plan.block)[0])
+        blocks.add(plan.block)
         if model.autostart:
             take(plan)
             graph = model_costs(plan.shape, plan.context).graph_bytes + GPU_BASE_BYTES
@@ -2819,6 +2874,58 @@ def probe_cores(root: str = "/", affinity: int = 0) -> int:
     return max(1, cores)
 
 
+def _scan_rate(pieces: Sequence[tuple[int, int]], seconds: float) -> float:
+    """Bytes a second that as many threads read, each its own piece of memory (address, size) from end to end; the best
+    round counts. memchr() reads as wide as the processor can, and runs beside the interpreter's lock."""
+    scan = ctypes.CDLL(None).memchr
+    scan.argtypes, scan.restype = (ctypes.c_void_p, ctypes.c_int, ctypes.c_size_t), ctypes.c_void_p
+    times = max(1, 16 * MIB // pieces[0][1])
+
+    def read(piece: tuple[int, int]) -> None:
+        for _ in range(times):
+            scan(piece[0], 7, piece[1])
+
+    best, deadline = 0.0, time.perf_counter() + seconds
+    with ThreadPoolExecutor(len(pieces)) as pool:
+        while time.perf_counter() < deadline:
+            started = time.perf_counter()
+            list(pool.map(read, pieces))
+            best = max(best, times * sum(size for _, size in pieces) / (time.perf_counter() - started))
+    return best
+
+
+def measure_speed(cores: int, available_bytes: int) -> SpeedFacts:
+    """How fast this box reads: 0.4 s with all cores, and up to 256 MiB for that time."""
+    size = max(8 * MIB, min(256 * MIB, available_bytes // 8)) // cores // 4096 * 4096
+    with mmap.mmap(-1, size * cores) as memory:
+        view = ctypes.c_char.from_buffer(memory)
+        start = ctypes.addressof(view)
+        try:
+            ctypes.memset(start, 1, size * cores)  # untouched pages are all one page of zeros
+            memory_rate = _scan_rate([(start + n * size, size) for n in range(cores)], 0.2)
+            core_rate = _scan_rate([(start, 256 * KIB)], 0.05)
+        finally:
+            del view  # else the memory cannot be given back
+    return SpeedFacts(memory_bytes_per_s=float(f"{memory_rate:.2g}"), core_bytes_per_s=float(f"{core_rate:.2g}"))
+
+
+def known_speed(folder: str, machine: str, cores: int) -> SpeedFacts | None:
+    """What was measured on this box before; None where nothing was, or the box has changed."""
+    with contextlib.suppress(OSError, ValueError, MessageError, AttributeError):
+        with open(os.path.join(folder, "speed.json"), "rb") as file:
+            data = json.load(file)
+        if (data.get("machine"), data.get("cores")) == (machine, cores):
+            return from_json(SpeedFacts, data.get("speed"), "speed")
+    return None
+
+
+def keep_speed(folder: str, machine: str, cores: int, speed: SpeedFacts) -> None:
+    """For `known_speed`; that it cannot be written costs the time to measure again."""
+    body = json.dumps({"machine": machine, "cores": cores, "speed": to_json(speed)})
+    with contextlib.suppress(OSError):
+        write_atomic(os.path.join(folder, "speed.json"), body.encode())
+
+
 def probe_platform() -> str:
     """Operating system and machine, such as "linux-x86_64" or "darwin-arm64"."""
     return f"{platform.system()}-{platform.machine()}".lower()
@@ -2869,7 +2976,11 @@ def _read_gpu(nvml: Any, index: int) -> GpuFacts:
         memory = nvml.nvmlDeviceGetMemoryInfo(handle)
     except (nvml.NVMLError, OSError) as error:
         return replace(facts, note=f"its memory cannot be read ({error}): probably shared, as on a Jetson")
-    return replace(facts, total_bytes=int(memory.total), free_bytes=int(memory.free))
+    facts = replace(facts, total_bytes=int(memory.total), free_bytes=int(memory.free))
+    with contextlib.suppress(nvml.NVMLError, OSError, AttributeError):  # two transfers a clock, as with GDDR and HBM
+        clock_hz = 1e6 * nvml.nvmlDeviceGetMaxClockInfo(handle, nvml.NVML_CLOCK_MEM)
+        facts = replace(facts, bytes_per_s=2 * clock_hz * nvml.nvmlDeviceGetMemoryBusWidth(handle) / 8)
+    return facts
 
 
 def _no_gpu(root: str, reason: str) -> str:
@@ -3249,6 +3360,18 @@ class Surveyor:
         self.receiving: dict[str, str] = {}  # model -> content hash of a copy that is coming in
         self._stop = threading.Event()
         self._hasher: threading.Thread | None = None
+        self._folder, self._speed = folder, known_speed(folder, self._facts.machine, self._facts.cores)
+        self.speedometer = threading.Thread(target=self._measure, name="speed", daemon=True)
+        if config.engine.kind == "prima" and not self._speed:
+            self.speedometer.start()  # now, while no engine runs
+
+    def _measure(self) -> None:
+        machine, cores = self._facts.machine, self._facts.cores
+        try:
+            self._speed = measure_speed(cores, self._facts.memory.available_bytes)
+            keep_speed(self._folder, machine, cores, self._speed)
+        except (OSError, AttributeError, RuntimeError) as error:  # no room for a moment, or no such C library
+            log.info("this box's speed cannot be measured: %s", error)
 
     def content(self, root: str) -> list[tuple[str, int, tuple[str, ...]]]:
         """Path, size and chunk hashes of each file of this content, a model or engines; [] where it is not here now."""
@@ -3281,6 +3404,10 @@ class Surveyor:
             self._roots[paths[0]] = (self._content(paths[0]), "")
         self._checked = 0.0
 
+    def reload(self, config: Config) -> None:
+        """Look at everything again, by another configuration."""
+        self._config, self._node, self._known, self._checked = config, config.node(self._facts.name), {}, 0.0
+
     def survey(self, *, own_bytes: int) -> NodeFacts:
         """The facts now. Memory is reported in steps, so that facts change only when something did."""
         now, memory, last = time.monotonic(), probe_memory(), self._facts.memory.available_bytes
@@ -3288,8 +3415,10 @@ class Surveyor:
             self._facts, self._checked = self._look(), now
         if abs(memory.available_bytes - last) <= max(memory.total_bytes // 50, 64 * MIB):
             memory = replace(memory, available_bytes=last)
-        self._facts = replace(self._facts, memory=memory, own_bytes=own_bytes // (64 * MIB) * (64 * MIB))
-        return replace(self._facts, models=tuple(map(self._with_root, self._facts.models)))
+        own_bytes, speed = own_bytes // (64 * MIB) * (64 * MIB), self._speed or SpeedFacts()
+        self._facts = replace(self._facts, memory=memory, own_bytes=own_bytes, speed=speed)
+        models = tuple(map(self._with_root, self._facts.models))
+        return replace(self._facts, models=models, config_hash=self._config.hash)
 
     def _look(self) -> NodeFacts:
         addresses, left_out = local_addresses(self._config.cluster.interfaces)
@@ -6003,6 +6132,8 @@ def rehearse(argv: Sequence[str], environ: Mapping[str, str], *, hook: Rehearsal
 
 MAX_PEERS, MAX_HINTS = 1024, 16  # names remembered, and addresses of one name: adverts are anybody's
 POLL_S = 2.0  # between two questions to a peer
+LINK_AGE_S = 1800.0  # until the way to a node is measured again
+LINKS_WAIT_S = 4.0  # after a node came, until a ring of three or more forms without its ways measured
 CALL_TIMEOUT_S = 5.0  # bounds one question to a peer
 LOST_S = 7.0  # a peer silent for longer is lost: three questions unanswered
 SETTLE_S = 3.0  # without [[nodes]]: how long nobody new must have come before a ring forms (mDNS takes 1.2 s)
@@ -6321,6 +6452,7 @@ class RankRun:
     plan: ModelPlan
     rank: int
     wiring: RankWiring
+    started_as: ModelConfig  # its [[models]] entry then
     phase: str = "prepared"
     engine: EngineProcess | None = None
     log: CappedLog | None = None
@@ -6555,7 +6687,7 @@ class RankHost:
             expect = from_json(Expected, body.get("expect") or {}, "expect")
             await self._prepare(from_json(ModelPlan, body.get("plan"), "plan"), generation, proposer, expect)
             return {}
-        model = self._box.model(body["model"]).name
+        model = str(body["model"])
         if verb == "fetch":
             return to_json(self._library.fetch(self._box.model(model), body.get("root"), round_=generation).view())
         if verb == "release":
@@ -6571,7 +6703,7 @@ class RankHost:
 
     def get(self, model: str, generation: str) -> RankRun:
         """The run that a message is about. Raises PlanError for an old generation."""
-        run = self.runs.get(self._box.model(model).name)
+        run = self.runs.get(model)
         if run is None or run.lease.generation != generation:
             raise PlanError(f"no rank under generation {generation} here", where=f"model {model}")
         return run
@@ -6579,6 +6711,9 @@ class RankHost:
     async def _prepare(self, plan: ModelPlan, generation: str, proposer: str, expect: Expected) -> None:
         """Grant the lease for this node's rank after checking what only this node can check."""
         name, box = plan.model, self._box
+        mine, held = plan.rank_of(box.name), self.runs.get(name)
+        if mine is None and box.config.model(name) is None:
+            return  # its TOML is not as new as the proposer's
         model = box.model(name)
         numbered = [rank.rank for rank in plan.ranks] == [*range(plan.world)]
         layers = sum(rank.layers for rank in plan.ranks)
@@ -6589,7 +6724,6 @@ class RankHost:
         lend = functools.partial(grant, model=name, proposer=proposer, generation=generation, now=time.monotonic())
         claim = self._claims.get(name)
         self._claims[name] = lend(claim if claim and claim.proposer != proposer else None)
-        mine, held = plan.rank_of(box.name), self.runs.get(name)
         if mine is None:  # a consent: nobody else will be granted this model while the ring forms
             if held and held.ending is None and held.lease.proposer != proposer:
                 raise PlanError(f"{box.name} is in a ring of {held.lease.proposer}", where=f"model {name}")
@@ -6606,7 +6740,7 @@ class RankHost:
         path = copy.path or os.path.join(box.config.folder, model.path)
         ports, engine = box.settings.ports, box.settings.engine
         wiring = wire_rank(plan, mine.rank, ports=ports, engine=engine, model=model, path=path)
-        self.runs[name] = RankRun(lease=lend(None), plan=plan, rank=mine.rank, wiring=wiring)
+        self.runs[name] = RankRun(lease=lend(None), plan=plan, rank=mine.rank, wiring=wiring, started_as=model)
 
     async def _launch(self, run: RankRun) -> None:
         """Start the engine, and its wires as the far ranks come up; once, however often it is asked for."""
@@ -6848,15 +6982,25 @@ class Rings:
 
     def __init__(self, box: Box, host: RankHost, peers: Peers, on_change: Callable[[], None]) -> None:
         self.rings: dict[str, Ring] = {}
-        for model in box.config.models:
-            ring = Ring(model=model.name, since=box.started)
-            off = replace(ring, wanted=False, phase=Phase.STOPPED, reason="autostart is off")
-            self.rings[model.name] = ring if model.autostart else off
-        self.traffic = {model: Traffic() for model in self.rings}
+        self.traffic: dict[str, Traffic] = {}
         self.pauses: dict[str, float | None] = {}  # see Pulse, by model: kept from ring to ring
         self.ranks: dict[str, dict[str, RankView]] = {}  # what the ranks of a ring said last, by model and node
         self._box, self._host, self._peers, self._on_change = box, host, peers, on_change
-        self._tasks: dict[str, set[asyncio.Task[None]]] = {model: set() for model in self.rings}
+        self._tasks: dict[str, set[asyncio.Task[None]]] = {}
+        self.follow()
+
+    def follow(self) -> None:
+        """Have a ring for each model of the configuration; those of others end, and are forgotten."""
+        models = {model.name: model for model in self._box.config.models}
+        for name in [name for name in self.rings if name not in models]:
+            self.post(name, Event(kind="unwant"))
+            if self.rings[name].phase == Phase.STOPPED:
+                del self.rings[name]
+        for name in [name for name in models if name not in self.rings]:
+            ring = Ring(model=name, since=time.monotonic())
+            off = replace(ring, wanted=False, phase=Phase.STOPPED, reason="autostart is off")
+            self.rings[name] = ring if models[name].autostart else off
+            self.traffic[name], self._tasks[name] = Traffic(), set()
 
     def post(self, model: str, event: Event) -> None:
         """Take one event in; its effects run as tasks."""
@@ -6963,7 +7107,7 @@ class Rings:
         run, where = self._host.get(model, effect.generation), f"model {model}"
         assert run.session is not None
         path, body = "/v1/chat/completions", {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 1}
-        if self._box.model(model).embeddings:
+        if run.started_as.embeddings:
             path, body = "/v1/embeddings", {"input": "Hi"}
         try:
             async with run.session.post(f"http://engine{path}", json=body) as reply:
@@ -7098,6 +7242,39 @@ async def reach_all(config: Config, name: str, hints: Iterable[Hint], mesh: Mesh
     return list(await asyncio.gather(*(reach(target, found) for target, found in sorted(targets.items()))))
 
 
+def measure_link(sock: socket.socket) -> LinkFacts:
+    """The way to a node that echoes what comes, at the sizes of the engine's messages: the best of some round trips of
+    a token, and of some of a batch. About 1 MB each way. Raises OSError."""
+    sock.settimeout(CALL_TIMEOUT_S)
+    large = 256 * KIB  # fits into what lies between, so that it can be sent before anything is read
+
+    def trip_ns(size: int) -> int:
+        message, left = bytes(size), size
+        started = time.monotonic_ns()
+        sock.sendall(message)
+        while left > 0:
+            data = sock.recv(large)
+            if not data:
+                raise ConnectionAbortedError("it ended early")
+            left -= len(data)
+        return time.monotonic_ns() - started
+
+    trip_ns(64)
+    rtt_ns = min(trip_ns(64) for _ in range(10))
+    took_ns = max(1, min(trip_ns(large) for _ in range(4)) - rtt_ns)
+    return LinkFacts(rtt_ns=int(float(f"{rtt_ns:.2g}")), bytes_per_s=int(float(f"{large * 10**9 // took_ns:.2g}")))
+
+
+def echo(sock: socket.socket) -> None:
+    """The other side of `measure_link`: for a bounded time and amount. In its own thread."""
+    deadline, left = time.monotonic() + CALL_TIMEOUT_S, 4 * MIB
+    with sock, contextlib.suppress(OSError):
+        sock.settimeout(CALL_TIMEOUT_S)
+        while left > 0 and time.monotonic() < deadline and (data := sock.recv(256 * KIB)):
+            sock.sendall(data)
+            left -= len(data)
+
+
 def precedence(phase: str, world: int, leader: str) -> tuple[bool, int, str]:
     """Of two rings for one model, which a partition can bring about, the lower stays: the one that serves, then the
     one with more ranks, then by the leader's name."""
@@ -7113,6 +7290,7 @@ class Node:
         self.box = box = Box(config, name, folder, self.surveyor.survey(own_bytes=0))
         self.stop = box.stop
         self.warnings: dict[str, str] = {}
+        self.followers: list[Callable[[Config], None]] = []  # told of a changed configuration; may refuse it
         self.desired: dict[str, tuple[int, str, bool]] = {}  # model -> (counter, node that said it, wanted)
         self.mesh = Mesh(keys=keys, open_service=self._open_service)
         self.peers = Peers(box, self.mesh, self._hints, self._on_state)
@@ -7125,6 +7303,7 @@ class Node:
         self.reached: dict[str, tuple[int, ...]] = {}  # node -> ports of its engines that anybody could reach from here
         self.callers: dict[int, str] = {}  # descriptor of a mesh connection's local end -> who is there
         self.asking = 0  # requests of clients that entered here and are being answered or held
+        self.links: dict[str, LinkFacts] = {}  # to other nodes, as measured from here
         self.formed: set[str] = set()  # models that were served while this node was up
         self._plans: dict[str, ModelPlan | PlanError] = {}
         self._plans_key = ""
@@ -7144,9 +7323,14 @@ class Node:
         """In a mesh thread: what a proven peer asked for."""
         if service.startswith("file/"):
             return self.library.open_service(service.removeprefix("file/"))
-        if service != "control":
+        if service == "echo" and self.host.runs:
+            raise MeshError("an engine runs here", kind="refused")
+        if service not in ("control", "echo"):
             return self.host.open_service(peer, service)
         far, near = socket.socketpair()
+        if service == "echo":
+            threading.Thread(target=echo, args=(near,), name="echo", daemon=True).start()
+            return far, WireStats()
         near.setblocking(False)
 
         async def adopt() -> None:
@@ -7189,6 +7373,30 @@ class Node:
         if said[:2] > self.desired.get(model, (0, ""))[:2]:
             self.desired[model] = said
             self.rings.post(model, Event(kind="want" if said[2] else "unwant"))
+
+    def reload(self, read: Callable[[], Config]) -> None:
+        """Take over what the TOML says now, without touching rings that serve. One with mistakes changes nothing."""
+        old, name = self.box.config, self.box.name
+        try:
+            config, fixed = reloaded(old, read(), name)
+            for follow in self.followers:
+                follow(config)
+        except ShardboxError as error:
+            log.error("%s is not taken over: %s", old.file, error)
+            self.warnings["reload"] = f"{old.file} was changed, but is not taken over: {str(error).splitlines()[0]}"
+            return
+        self.box.config, self.box.settings = config, config.node(name)
+        self.surveyor.reload(config)
+        self._plans_key = ""
+        self.rings.follow()
+        for model in config.models:
+            if model.autostart and model.name not in self.desired and not self.rings.rings[model.name].wanted:
+                self.rings.post(model.name, Event(kind="want"))
+        self.warnings.pop("reload", None)
+        log.info("%s is taken over", old.file)
+        if fixed:
+            self.warnings["reload"] = f"{old.file} was changed: {', '.join(fixed)} needs a restart of this node"
+            log.warning("%s", self.warnings["reload"])
 
     def _tell_news(self) -> None:
         """A ring changed its phase: the others should not learn it only at their next question."""
@@ -7283,7 +7491,8 @@ class Node:
     def tick_rings(self) -> None:
         """Let time pass for every ring, and propose where this node leads."""
         now = time.monotonic()
-        for name, ring in self.rings.rings.items():
+        self.rings.follow()
+        for name, ring in list(self.rings.rings.items()):
             traffic = self.rings.traffic[name]
             traffic.unanswered_since = traffic.unanswered_since or now
             if ring.phase == Phase.SERVING or not ring.wanted:
@@ -7296,9 +7505,9 @@ class Node:
                 own = precedence(ring.phase, ring.plan.world, ring.plan.leader)
                 if precedence(rival.phase, rival.world, rival.leader) < own:
                     self.rings.post(name, Event(kind="yield", reason=f"{rival.leader} leads it too, and goes first"))
-            if ring.phase == Phase.SERVING and ring.plan:
+            if ring.phase == Phase.SERVING and ring.plan and self.box.config.model(name):
                 self._improve(name, ring, ring.plan, now)
-            if ring.phase == Phase.WAITING and ring.wanted:
+            if ring.phase == Phase.WAITING and ring.wanted and self.box.config.model(name):
                 plan = self.plans()[name]
                 reason = self._obstacle(self.box.model(name), plan, now)
                 offer = plan if not reason and isinstance(plan, ModelPlan) else None
@@ -7349,7 +7558,13 @@ class Node:
         if not plan.root and any(rank.copy_bytes for rank in plan.ranks):
             return "the copy that others are to fetch is still being read"
         elsewhere_led = f"{plan.leader} is to lead it" if plan.leader != self.box.name else ""
-        return self._unready(model.name, plan) or elsewhere_led
+        return self._unready(model.name, plan) or elsewhere_led or self._unmeasured(plan, now)
+
+    def _unmeasured(self, plan: ModelPlan, now: float) -> str:
+        """Whether a ring whose order counts should wait a moment until all ways between its nodes are measured."""
+        here = {facts.name: facts.links for facts in self.all_facts() if plan.world > 2 and plan.rank_of(facts.name)}
+        pairs = itertools.combinations(sorted(here), 2) if now - self.peers.newest < LINKS_WAIT_S else ()
+        return "measuring the network" if any(b not in here[a] and a not in here[b] for a, b in pairs) else ""
 
     def _forming_wait(self, model: ModelConfig, now: float) -> str:
         """What the first forming still waits for: declared nodes, or a moment without new ones."""
@@ -7407,6 +7622,7 @@ class Node:
             self._tick_loop,
             self._survey_loop,
             self._knock_loop,
+            self._link_loop,
             *([self._announce_loop] if cluster.discovery == "mdns" else []),
         ]
         tasks = [keep_task(self.box.tasks, loop()) for loop in loops]
@@ -7465,7 +7681,34 @@ class Node:
 
     async def _survey(self) -> None:
         async with self._surveying:
-            self.box.facts = await self.box.in_thread(self.surveyor.survey, own_bytes=self.host.anon_bytes())
+            facts = await self.box.in_thread(self.surveyor.survey, own_bytes=self.host.anon_bytes())
+            self.box.facts = replace(facts, links=dict(self.links))
+
+    async def _link_loop(self) -> None:
+        """Measure the way to every other node, rarely, one at a time, and never while an engine runs. Of two nodes the
+        one whose name comes first does it."""
+        tried: dict[str, float] = {}
+        while True:
+            now = time.monotonic()
+            due = [peer.name for peer in self.peers.live() if now - tried.get(peer.name, -math.inf) > LINK_AGE_S]
+            for name in [name for name in due if name > self.box.name and not self.host.runs]:
+                tried[name] = now
+                try:
+                    link = await self.box.in_thread(self._measure_link, name)
+                except (ShardboxError, OSError) as error:
+                    log.info("the way to %s cannot be measured: %s", name, error)
+                    continue
+                known = self.links.get(name)
+                if not known or not 0.7 < link.rtt_ns / known.rtt_ns < 1.4:  # facts change only when something did
+                    self.links[name] = link
+                    self.box.facts = replace(self.box.facts, links=dict(self.links))
+                    self._tell_news()
+            await asyncio.sleep(0.5)
+
+    def _measure_link(self, name: str) -> LinkFacts:
+        target = self.peers.target(name)
+        with self.mesh.connect(target[1], target[2], name, "echo", CALL_TIMEOUT_S) as sock:
+            return measure_link(sock)
 
     async def refresh(self) -> None:
         """Look again, and tell the others to."""
@@ -7588,16 +7831,20 @@ def all_copies(node: Node) -> tuple[CopyView, ...]:
 
 def snapshot(node: Node) -> Snapshot:
     """Everything that `status` shows."""
-    box, peers = node.box, peer_views(node)
+    box, peers, api = node.box, peer_views(node), api_url(node.box.config, node.box.settings)
     held = {name: traffic.held for name, traffic in node.rings.traffic.items()}
     models = tuple(replace(best_view(node, model.name), held=held[model.name]) for model in box.config.models)
     differing = [view.name for view in peers if view.config_hash and view.config_hash != box.config.hash]
     ranks = [rank for view in models for rank in view.ranks if rank.isolation_problem]
+    started = {name: run.started_as for name, run in node.host.runs.items() if run.rank == 0}
+    changed = [m.name for m in box.config.models if m.name in started and as_started(m) != as_started(started[m.name])]
     opened = sorted({f"{rank.node}: {rank.isolation_problem}" for rank in ranks})
     warnings = [
         *node.warnings.values(),
+        *([f"anybody who reaches {api} can use it: set [api] keys_file"] if box.config.api.open else []),
         *([f"shardbox.toml differs on {', '.join(differing)}"] if differing else []),
         *(f"the engine's ports are open on {text}" for text in opened),
+        *(f"{name} was changed in shardbox.toml: `stop` and `start` apply it" for name in changed),
         *node.exposures(),
     ]
     return Snapshot(
@@ -7607,7 +7854,7 @@ def snapshot(node: Node) -> Snapshot:
         engine_kind=box.config.engine.kind,
         demo=node.demo,
         seconds_up=time.monotonic() - box.started,
-        api=api_url(box.config, box.settings),
+        api=api,
         peers=tuple(peers),
         models=models,
         warnings=tuple(warnings),
@@ -7805,8 +8052,8 @@ class PeerService:
     async def trouble(self, request: web.Request) -> Any:
         """A rank of a ring that this node leads is broken, or its node goes."""
         data = await message(request, "model", "generation", "reason")
-        ring = self._node.rings.rings[self._node.box.model(data["model"]).name]
-        if ring.plan and ring.plan.rank_of(self._caller(request)):
+        ring = self._node.rings.rings.get(data["model"])
+        if ring and ring.plan and ring.plan.rank_of(self._caller(request)):
             kind, reason = "leaving" if data.get("leaving") else "trouble", printable(data["reason"])[:1000]
             grace_s = self._node.box.config.api.drain_s
             event = Event(kind=kind, generation=data["generation"] or "-", reason=reason, grace_s=grace_s)
@@ -8054,7 +8301,9 @@ class Endpoint:
 
     def __init__(self, node: Node) -> None:
         self._node = node
-        self._keys = read_api_keys(node.box.config)
+        self._keys: list[bytes] = []
+        self.follow(node.box.config)
+        node.followers.append(self.follow)
         self.silent: dict[int, asyncio.TimerHandle] = {}  # connection -> when it is closed if it asks nothing
 
     def app(self) -> web.Application:
@@ -8086,6 +8335,10 @@ class Endpoint:
             log.exception("bug in %s %s", request.method, request.path)
             error = ApiError(500, "a bug in shardbox: its log has the traceback")
         return error.response()
+
+    def follow(self, config: Config) -> None:
+        """Read the keys again. Raises UsageError."""
+        self._keys = read_api_keys(config)
 
     def _check_key(self, request: web.Request) -> None:
         if self._keys and request.path != "/health":
@@ -8313,7 +8566,7 @@ async def answer_model(
         raise not_ready(node, model.name)
     traffic.in_flight += 1
     try:
-        if model.embeddings:  # they have no stream: passed through as they are
+        if run.started_as.embeddings:  # they have no stream: passed through as they are
             async with run.session.post("http://engine/v1/embeddings", json=body) as reply:
                 return web.Response(body=await reply.read(), status=reply.status, content_type="application/json")
         target = "/completion" if path == "/v1/completions" else path
@@ -8324,7 +8577,7 @@ async def answer_model(
                 raise EngineError("the engine sent nothing")
             if "error" in first:
                 raise engine_refusal(reply.status, first)
-            answer = Answer(path == "/v1/chat/completions", run.plan, model.slots, traffic)
+            answer = Answer(path == "/v1/chat/completions", run.plan, run.started_as.slots, traffic)
             if body.get("stream"):
                 headers = {"Content-Type": "text/event-stream", "Cache-Control": "no-cache"}
                 response = web.StreamResponse(headers=headers)
@@ -8492,6 +8745,7 @@ def token_usage(prompt: int, output: int) -> dict[str, int]:
 
 OK, WARNING, CRITICAL, UNKNOWN = 0, 1, 2, 3
 STATUS_WORDS = ("OK", "WARNING", "CRITICAL", "UNKNOWN")
+MAX_LISTED = 40  # lines of one kind in a text for people
 
 
 def judge_model(view: ModelView) -> tuple[int, str]:
@@ -8595,6 +8849,26 @@ def ranks_table(view: ModelView) -> str:
     )
 
 
+def format_token(seconds: float) -> str:
+    """The time of a token: 0.0383 -> "38.3 ms a token (26.1 tok/s)"."""
+    return f"{seconds * 1000:.3g} ms a token ({1 / seconds:.3g} tok/s)"
+
+
+def speed_text(plan: ModelPlan) -> str:
+    """What a token would take, beside the same on one box; "" where nothing is known."""
+    if plan.paged_bytes:
+        mode = f"in cycles of {plan.cycles} rounds" if plan.cycles > 1 else "from one box"
+        return f"{mode}: {format_size(plan.paged_bytes)} of weights come from disk for every token"
+    if not plan.token_s:
+        return ""
+    text = f"predicted {format_token(plan.token_s)}"
+    if plan.world == 1:
+        return text
+    hops = sum(rank.hop_s for rank in plan.ranks) * plan.cycles
+    text += f", {hops * 1000:.3g} ms of it the network"
+    return text + (f"; {plan.alone} alone, had it the memory, {format_token(plan.alone_s)}" if plan.alone else "")
+
+
 def status_text(snapshot: Snapshot, verbose: bool = True) -> str:
     """The whole answer of `status`: the line, then models, ranks, nodes and last exits."""
     lines = [status_line(snapshot)[1]]
@@ -8607,7 +8881,8 @@ def status_text(snapshot: Snapshot, verbose: bool = True) -> str:
     for view in snapshot.models:
         lines += ["", f"model {view.model}: {view.phase}" + (f", {view.reason}" if view.reason else "")]
         if view.plan:
-            lines.append(f"  {view.plan.reason}")
+            seen = f"; seen {view.tokens_per_s:.1f} tok/s" if view.tokens_per_s else ""
+            lines += [f"  {view.plan.reason}", *(f"  {text}{seen}" for text in [speed_text(view.plan)] if text or seen)]
         if view.ranks:
             lines.append(ranks_table(view))
     copies = [f"  {view.model or 'engines'}: {copy_text(view)}" for view in snapshot.copies if view.state != "done"]
@@ -8621,6 +8896,13 @@ def status_text(snapshot: Snapshot, verbose: bool = True) -> str:
     return "\n".join(lines)
 
 
+def layers_text(rank: RankPlan) -> str:
+    """Which layers: "0-9", or how many in windows of what size."""
+    if rank.layers != rank.window:
+        return f"{rank.layers} in {rank.window}s"
+    return f"{rank.first_layer}-{rank.first_layer + rank.layers - 1}"
+
+
 def plan_text(plan: ModelPlan | PlanError, name: str) -> str:
     """What `plan` prints for one model: the table with reasons, or why there is none."""
     if isinstance(plan, PlanError):
@@ -8628,26 +8910,70 @@ def plan_text(plan: ModelPlan | PlanError, name: str) -> str:
     head = f"model {name}: {plan.layers} layers, context {plan.context}, " + (
         f"a ring of {plan.world}" if plan.world > 1 else "one node"
     )
+    window = plan.shape.sliding_window
+    notes = (
+        [f"the header's sliding window of {window} tokens saves nothing: the engine keeps them all"] if window else []
+    )
     body = table(
-        ("  RANK", "NODE", "LAYERS", "ON GPU", "WEIGHTS", "KV CACHE", "BUFFERS", "FREE AFTER", "WHY"),
+        ("  RANK", "NODE", "LAYERS", "ON GPU", "WEIGHTS", "KV CACHE", "BUFFERS", "FREE AFTER", "A TOKEN", "WHY"),
         [
             (
                 f"  {rank.rank}",
                 rank.node,
-                f"{rank.first_layer}-{rank.first_layer + rank.window - 1}",
-                rank.gpu_layers,
+                layers_text(rank),
+                rank.gpu_layers * -(-rank.layers // rank.window),
                 format_size(rank.weights_bytes),
                 format_size(rank.kv_bytes),
                 format_size(rank.buffer_bytes),
-                format_size(rank.free_bytes),
+                f"{format_size(rank.paged_bytes)} short" if rank.paged_bytes else format_size(rank.free_bytes),
+                f"{rank.compute_s * 1000:.3g} ms" if rank.compute_s else "-",
                 rank.why,
             )
             for rank in plan.ranks
         ],
     )
-    lines = [head, f"  {plan.reason}", body]
-    lines += [f"  without {node}: {why}" for node, why in sorted(plan.left_out.items())]
-    return "\n".join(lines)
+    lines = [head, *(f"  {text}" for text in (plan.reason, speed_text(plan), *notes) if text), body]
+    unused = [f"  not {node}: {why}" for node, why in sorted(plan.left_out.items())]
+    more = [f"  and {len(unused) - MAX_LISTED} more nodes (--json has all)"] if len(unused) > MAX_LISTED else []
+    return "\n".join([*lines, *unused[:MAX_LISTED], *more])
+
+
+def losses(
+    config: Config, facts: Sequence[NodeFacts], plans: Mapping[str, ModelPlan | PlanError]
+) -> dict[str, dict[str, ModelPlan | PlanError]]:
+    """For each node that holds a rank: the plans of all models without it. Without any other nothing changes."""
+    used = {rank.node for plan in plans.values() if isinstance(plan, ModelPlan) for rank in plan.ranks}
+    return {name: plan_all(config, [node for node in facts if node.name != name]) for name in sorted(used)}
+
+
+def losses_text(
+    plans: Mapping[str, ModelPlan | PlanError], lost: Mapping[str, Mapping[str, ModelPlan | PlanError]]
+) -> str:
+    """What the loss of each node would do to each model that it serves."""
+    rows = []
+    for node, without in lost.items():
+        for name, plan in plans.items():
+            if not isinstance(plan, ModelPlan):
+                continue
+            other = without[name]
+            if isinstance(other, PlanError):
+                rows.append((f"  {node}", name, "not served", "-", "-", other.what))
+            elif plan.rank_of(node) or other.ranks != plan.ranks:
+                slower = f"{other.token_s / plan.token_s:.2g}x" if other.token_s and plan.token_s else "not known"
+                by = ", ".join(f"{rank.node} {rank.layers}" for rank in other.ranks)
+                token = f"{other.token_s * 1000:.3g} ms" if other.token_s else "-"
+                rows.append(
+                    (
+                        f"  {node}",
+                        name,
+                        "served",
+                        token,
+                        slower,
+                        f"{by} layers" + " from disk" * (other.paged_bytes > 0),
+                    )
+                )
+    title = "what if a node is lost (one that is not named here changes nothing):"
+    return f"{title}\n" + table(("  WITHOUT", "MODEL", "IS", "A TOKEN", "TIME", "BY, OR WHY NOT"), rows)
 
 
 # ======================================================================================================
@@ -8887,12 +9213,11 @@ async def _run_node(config: Config, name: str, folder: str, keys: MeshKeys, spaw
 
     for signum in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(signum, on_signal)
-    loop.add_signal_handler(signal.SIGHUP, lambda: log.warning("SIGHUP: restart to apply a changed TOML"))
+    loop.add_signal_handler(signal.SIGHUP, node.reload, functools.partial(load_config, config.file))
     api = api_url(config, config.node(name))
     log.info("node %s of cluster %s, endpoint %s", name, config.cluster.name, api)
-    if config.api.bind not in ("127.0.0.1", "localhost") and not config.api.keys_file:
-        node.warnings["keys"] = f"anybody who reaches {api} can use it: set [api] keys_file"
-        log.warning("%s", node.warnings["keys"])
+    if config.api.open:
+        log.warning("anybody who reaches %s can use it: set [api] keys_file", api)
     if node.facts.isolation and config.node(name).engine.isolate == "auto" and sys.platform == "linux":
         log.warning("engines cannot be closed in, their ports are open: %s", node.facts.isolation)
     await node.run(start_services)
@@ -8999,21 +9324,42 @@ def cmd_status(config_path: str | None, node: str | None, timeout_s: float, as_j
     return code
 
 
-def cmd_plan(config_path: str | None, node: str | None, as_json: bool, facts_file: str | None) -> int:
-    """Which node would hold which layers, and why."""
+def cmd_plan(
+    config_path: str | None,
+    node: str | None,
+    as_json: bool,
+    facts_file: str | None,
+    without: Sequence[str],
+    what_if: bool,
+) -> int:
+    """Which node would hold which layers, and why; what it would cost, and what the loss of a node would do."""
     config = load_config(config_path)
     facts = read_facts(facts_file) if facts_file else live_facts(config, node_name(config, node))
+    there = {each.name for each in facts}
+    for name in map(str.lower, without):
+        if name not in there:
+            near = difflib.get_close_matches(name, there, 1)
+            hint = f'"{near[0]}"?' if near else f"there are {', '.join(sorted(there)[:MAX_LISTED])}"
+            raise UsageError(f"no node {name} is known", where="--without", hint=hint)
+    facts = [each for each in facts if each.name not in map(str.lower, without)]
     plans = plan_all(config, facts)
+    lost = losses(config, facts, plans) if what_if else {}
     if as_json:
-        body = {
-            model: {"error": plan.what, "hint": plan.hint} if isinstance(plan, PlanError) else to_json(plan)
-            for model, plan in plans.items()
-        }
-        print(json.dumps({"facts": to_json(facts), "plans": body}, indent=2))
+        body = {"facts": to_json(facts), "plans": plans_json(plans)}
+        body |= {"what_if": {name: plans_json(its) for name, its in lost.items()}} if what_if else {}
+        print(json.dumps(body, indent=2))
     else:
-        texts = [plan_text(plan, model) for model, plan in plans.items()]
-        print("\n\n".join(texts) or "no models configured")
+        texts = [plan_text(plan, model) for model, plan in plans.items()] or ["no models configured"]
+        print("\n\n".join([*texts, *([losses_text(plans, lost)] if what_if else [])]))
     return 1 if any(isinstance(plan, PlanError) for plan in plans.values()) else 0
+
+
+def plans_json(plans: Mapping[str, ModelPlan | PlanError]) -> dict[str, Any]:
+    """Plans, or errors with their hints, as JSON values."""
+    return {
+        model: {"error": plan.what, "hint": plan.hint} if isinstance(plan, PlanError) else to_json(plan)
+        for model, plan in plans.items()
+    }
 
 
 def live_facts(config: Config, name: str) -> list[NodeFacts]:
@@ -9035,6 +9381,8 @@ def survey_once(config: Config, name: str) -> NodeFacts:
         hint = "run as the user who runs `up`, or set SHARDBOX_STATE"
         raise UsageError(f"cannot be written: {error.strerror}", where=folder, hint=hint) from None
     with contextlib.closing(Surveyor(config, name, folder, isolation_problem())) as surveyor:
+        if surveyor.speedometer.is_alive():
+            surveyor.speedometer.join()
         return surveyor.survey(own_bytes=0)
 
 
@@ -9723,6 +10071,8 @@ def build_cli() -> Any:
     timeout = option("--timeout", "timeout_s", default=10.0, metavar="SECONDS", type=seconds, help=help_timeout)
     brief = option("--brief", is_flag=True, help="Only the first line.")
     facts = option("--facts", "facts_file", metavar="FILE", help="Plan from this file instead of the live cluster.")
+    lost = option("--without", multiple=True, metavar="NODE", help="As if this node was away; may be given again.")
+    what_if = option("--what-if", is_flag=True, help="For each node: what its loss would do.")
     target = click.Argument(["target"], required=False, default="", metavar="[NODE]")
     of_model = option("--model", default="", metavar="NAME", help="Only this model's engines.")
     lines_help, many = "Last lines of each log (default 100).", click.IntRange(1, 10000)
@@ -9746,7 +10096,7 @@ def build_cli() -> Any:
     add(cmd_up, "up --config /etc/shardbox/shardbox.toml", *common, detach, first)
     add(cmd_down, "down --all", *common, everywhere)
     add(cmd_status, "status --brief", *readable, timeout, brief)
-    add(cmd_plan, "plan --facts facts.json", *readable, facts)
+    add(cmd_plan, "plan --without beta --what-if", *readable, facts, lost, what_if)
     add(cmd_nodes, "nodes --json > facts.json", *readable)
     add(cmd_logs, "logs beta --model qwq-32b -n 50", *common, target, of_model, lines)
     add(cmd_start, "start qwq-32b", *common, model)

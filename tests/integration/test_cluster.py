@@ -20,18 +20,37 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import pytest
-from hosts import PATIENCE_S, SECRET, Answer, Host, Lan, eventually, hosts, in_namespace, shardbox_command
+from hosts import (
+    CHAT,
+    CRITICAL,
+    MEMBERS,
+    OK,
+    PATIENCE_S,
+    SECRET,
+    UNKNOWN,
+    WARNING,
+    Answer,
+    Host,
+    Lan,
+    agree,
+    chat,
+    eventually,
+    hosts,
+    in_namespace,
+    model,
+    nodes_of,
+    rank_on,
+    serves,
+    shardbox_command,
+)
 
-from shardbox import EngineConfig, ModelView, RankView, Snapshot, status_line
+from shardbox import EngineConfig, Snapshot, status_line
 
 __all__ = ["hosts"]  # a fixture, found by its name
 
 MakeLan = Callable[..., contextlib.AbstractContextManager[Lan]]
 pytestmark = [pytest.mark.namespaces, pytest.mark.timeout(180)]
 
-OK, WARNING, CRITICAL, UNKNOWN = 0, 1, 2, 3
-MEMBERS = ("alpha", "beta", "gamma")
-CHAT = "/v1/chat/completions"
 ONE_IN_THREE = "1450MiB"  # of a model of 3 GiB: no two of these hold it
 HALF = "2500MiB"  # two of these do
 ADVERT = """
@@ -70,30 +89,6 @@ def cluster_toml(
     return "\n".join(lines)
 
 
-def model(snapshot: Snapshot) -> ModelView:
-    return snapshot.models[0]
-
-
-def serves(world: int) -> Callable[[Snapshot], bool]:
-    """A whole ring of that many ranks answers."""
-    return lambda snapshot: (
-        model(snapshot).phase == "serving" and model(snapshot).alive == model(snapshot).world == world
-    )
-
-
-def rank_on(snapshot: Snapshot, node: str) -> RankView:
-    return next(rank for rank in model(snapshot).ranks if rank.node == node)
-
-
-def nodes_of(snapshot: Snapshot) -> list[str]:
-    """The ring's nodes, the leader first."""
-    return [rank.node for rank in model(snapshot).ranks]
-
-
-def chat(text: str = "What is this?", **more: Any) -> dict[str, Any]:
-    return {"model": "tiny", "messages": [{"role": "user", "content": text}], **more}
-
-
 def words_of(events: Sequence[Any]) -> str:
     """The text of streamed chat events."""
     choices = [choice for event in events if event != "[DONE]" for choice in event["choices"]]
@@ -117,17 +112,6 @@ def attic(hosts: MakeLan) -> Iterator[Lan]:
     with hosts(cluster_toml(), (*MEMBERS, "delta")) as lan:
         lan.up(*MEMBERS)
         yield lan
-
-
-def agree(lan: Lan, but: str = "") -> str:
-    """Wait until every member says that all ranks serve, under one generation that is not `but`; which one."""
-    hosts = [lan.hosts[name] for name in MEMBERS]
-
-    def ask() -> str:
-        found = {model(host.wait_status(serves(3), "a ring of 3")).generation for host in hosts}
-        return found.pop() if len(found) == 1 and found != {but} else ""
-
-    return eventually(ask, "the same ring on all three")
 
 
 @pytest.fixture
@@ -206,6 +190,16 @@ def test_plan_three_nodes_of_equal_room_names_all_and_why(gamma: Host) -> None:
 
     assert done.returncode == 0 and "a ring of 3" in done.stdout
     assert "too much for any one node" in done.stdout and "leads: most room" in done.stdout
+
+
+def test_nodes_have_measured_the_way_to_each_other_before_the_ring_formed(gamma: Host) -> None:
+    facts = json.loads(gamma.run("nodes", "--json").stdout)["facts"]
+    links = {(node["name"], other): link for node in facts for other, link in node["links"].items()}
+
+    assert sorted(links) == [(one, other) for one in MEMBERS for other in MEMBERS if one < other]
+    assert all(10_000 < link["rtt_ns"] < 100_000_000 and link["bytes_per_s"] > 10_000_000 for link in links.values())
+    plan = json.loads(gamma.run("plan", "--json").stdout)["plans"]
+    assert all(rank["hop_s"] > 0 for found in plan.values() for rank in found["ranks"])
 
 
 @pytest.mark.parametrize("name", MEMBERS)
@@ -881,6 +875,47 @@ def test_better_plan_is_taken_at_a_quiet_moment_only(hosts: MakeLan) -> None:
         after = alpha.wait_status(lambda found: serves(1)(found) and nodes_of(found) == ["gamma"], "gamma alone")
         assert time.monotonic() - asked_until >= 9
         assert model(after).restarts == 0 and alpha.http("POST", CHAT, chat(max_tokens=3)).status == 200
+
+
+def test_hangup_takes_the_changed_file_over_and_leaves_the_ring_alone(hosts: MakeLan) -> None:
+    names = ("alpha", "beta")
+    text = cluster_toml(names, memory=HALF)
+    second = '[[models]]\nname = "mini"\npath = "mini.gguf"\nrehearse = {layers = 4, width = 64, bytes = "64MiB"}\n'
+    with hosts(text, names) as lan:
+        alpha, beta = lan.up(*names)
+        before = model(beta.wait_status(serves(2), "a ring of 2")).generation
+
+        def hang_up(text: str, *who: Host) -> None:
+            lan.write("shardbox.toml", text)
+            for host in who:
+                assert host.up_process
+                host.up_process.send_signal(signal.SIGHUP)
+
+        def says(*words: str) -> Callable[[Snapshot], bool]:
+            return lambda found: all(any(word in text for text in found.warnings) for word in words)
+
+        hang_up(text.replace("slots = 2", "slots = two"), alpha)
+        alpha.wait_status(says("is not taken over"), "the mistake")
+        assert alpha.run("status").returncode in (UNKNOWN, WARNING)
+
+        hang_up(
+            text.replace("context = 8192", "context = 4096").replace("[api]", "[ports]\nmesh = 7411\n[api]") + second,
+            alpha,
+        )
+        alpha.wait_status(says("ports needs a restart", "differs on beta", "tiny was changed"), "what is left")
+        mini = {**chat(max_tokens=3), "model": "mini"}
+        eventually(lambda: alpha.http("POST", CHAT, mini).status == 200, "the new model answers")
+        assert beta.http("POST", CHAT, mini).status == 404
+        assert beta.http("POST", CHAT, chat(max_tokens=3)).status == 200
+
+        hang_up(text + second, alpha, beta)
+        alpha.wait_status(lambda found: not found.warnings, "all is taken over, by both")
+        eventually(lambda: beta.http("POST", CHAT, mini).status == 200, "the new model answers through beta")
+
+        hang_up(text, alpha, beta)
+        alpha.wait_status(lambda found: [view.model for view in found.models] == ["tiny"], "the model is gone")
+        eventually(lambda: not any("mini" in words for words in alpha.pids().values()), "its engine too")
+        assert model(beta.wait_status(serves(2), "the first ring")).generation == before
 
 
 # --- the real engine ---------------------------------------------------------------------------------------

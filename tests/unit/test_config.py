@@ -25,6 +25,7 @@ from shardbox import (
     PortsConfig,
     RehearseConfig,
     parse_config,
+    reloaded,
 )
 
 EXAMPLE = (Path(__file__).parents[2] / "config.example.toml").read_text(encoding="utf-8")
@@ -452,3 +453,70 @@ def test_any_value_under_any_key_raises_nothing_but_config_error(values: dict[tu
     for table in {"nodes", "models"} & set(document):
         document[table] = [document[table]] * 2
     quietly("\n".join(f"{table} = {as_toml(body)}" for table, body in document.items()).encode())
+
+
+# --- a changed file, while the node runs ---
+
+RUNNING = """
+[cluster]
+name = "attic"
+secret_file = "s"
+[[nodes]]
+name = "alpha"
+[nodes.ports]
+mesh = 7400
+[[nodes]]
+name = "beta"
+[[models]]
+name = "m"
+path = "m.gguf"
+"""
+
+
+def test_reload_of_the_same_file_changes_nothing() -> None:
+    assert reloaded(parse(RUNNING), parse(RUNNING), "alpha") == (parse(RUNNING), ())
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "left"),
+    [
+        ('name = "attic"', 'name = "cellar"', ("cluster.name",)),
+        ('secret_file = "s"', 'secret_file = "t"', ("cluster.secret_file",)),
+        ('secret_file = "s"', f'secret = "{SECRET}"', ("cluster.secret", "cluster.secret_file")),
+        ("[[nodes]]", '[engine]\nkind = "rehearsal"\n[[nodes]]', ("engine.kind",)),
+        ("mesh = 7400", "mesh = 7401", ("ports",)),
+        ('name = "beta"', f'name = "beta"\nkey = "{"k" * 43}"', ("nodes.key",)),
+    ],
+)
+def test_reload_leaves_what_needs_a_restart(old: str, new: str, left: tuple[str, ...]) -> None:
+    config, named = reloaded(parse(RUNNING), parse(RUNNING.replace(old, new, 1)), "alpha")
+    assert named == left
+    before = parse(RUNNING)
+    assert (config.cluster, config.engine.kind, config.node("alpha").ports) == (
+        before.cluster,
+        before.engine.kind,
+        before.node("alpha").ports,
+    )
+    assert SECRET not in str(named)
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ('path = "m.gguf"', 'path = "m.gguf"\ncontext = 8192\naliases = ["n"]'),
+        ('name = "m"', 'name = "other"'),
+        ('name = "beta"', 'name = "beta"\nmemory = "8GiB"\naddress = "10.0.0.2"'),
+        ("[[nodes]]", '[api]\nkeys_file = "k"\nhold_s = 5\n[engine]\nstall_min_s = 7\n[[nodes]]'),
+        ('secret_file = "s"', 'secret_file = "s"\nform_wait_s = 5\nreplan_s = 0'),
+    ],
+)
+def test_reload_takes_what_needs_no_restart(old: str, new: str) -> None:
+    changed = parse(RUNNING.replace(old, new, 1))
+    assert changed != parse(RUNNING)
+    assert reloaded(parse(RUNNING), changed, "alpha") == (changed, ())
+
+
+def test_reload_on_two_boxes_ends_with_one_fingerprint() -> None:
+    changed = parse(RUNNING.replace('name = "attic"', 'name = "cellar"').replace('name = "m"', 'name = "n"'))
+    hashes = {reloaded(parse(RUNNING), changed, name)[0].hash for name in ("alpha", "beta")}
+    assert len(hashes) == 1 and hashes != {changed.hash}

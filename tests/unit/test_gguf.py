@@ -73,15 +73,28 @@ def test_shape_of_mixed_types_names_the_one_with_most_bytes() -> None:
     assert shape.layer_bytes[0] > shape.layer_bytes[1]
 
 
-def test_shape_with_values_per_layer_takes_the_largest() -> None:
+def test_shape_with_values_per_layer_has_the_largest_and_the_kv_of_each() -> None:
     changes: dict[str, Value] = {
         "llama.attention.head_count_kv": [1, 0, 4],
         "llama.feed_forward_length": [100, 300, 200],
         "llama.attention.key_length": 48,
         "llama.attention.value_length": 24,
+        "llama.attention.sliding_window": 512,
     }
     shape = shape_of(llama_metadata() | changes, llama_tensors())
     assert (shape.kv_heads, shape.ff_width, shape.key_width, shape.value_width) == (4, 300, 48, 24)
+    assert shape.kv_values == (72, 0, 288)
+    assert shape.sliding_window == 512
+
+
+def test_shape_with_experts_reads_only_those_that_are_used() -> None:
+    changes: dict[str, Value] = {"llama.expert_count": 4, "llama.expert_used_count": 1}
+    experts: list[Tensor] = [("blk.1.ffn_up_exps.weight", (64, 128, 4), "F32"), ("blk.2.ffn_up.3.weight", (64,), "F32")]
+    shape = shape_of(llama_metadata() | changes, [*llama_tensors(), *experts])
+    one = shape.layer_bytes[0]
+    assert shape.layer_bytes == (one, one + 4 * 64 * 128 * 4, one + 64 * 4)
+    assert shape.active_bytes == (one, one + 64 * 128 * 4, one + 64)
+    assert shape.experts_used == 1
 
 
 @pytest.mark.parametrize(
@@ -270,6 +283,7 @@ def test_header_with_too_much_to_read_is_refused_before_it_is_held(many: str) ->
         ({"llama.block_count": True}, "must be a whole number, got True"),
         ({"llama.block_count": 1.5}, "must be a whole number"),
         ({"llama.attention.head_count_kv": []}, r"got \(\)"),
+        ({"llama.attention.head_count_kv": [2, 2]}, "has 2 values for 3 layers"),
         ({"llama.attention.head_count_kv": [-1, 2]}, r"got \(-1, 2\)"),
         ({"split.count": "3"}, "'split.count' must be a whole number, got '3'"),
         ({"llama.block_count": 0}, "0 layers are announced, there are tensors of 3"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import re
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -21,6 +22,7 @@ from shardbox import (
     BinaryFacts,
     Config,
     EngineConfig,
+    LinkFacts,
     ModelConfig,
     ModelPlan,
     ModelShape,
@@ -28,6 +30,7 @@ from shardbox import (
     NodeFacts,
     PlanError,
     RehearseConfig,
+    SpeedFacts,
     coarse,
     demo_config,
     fit_gpu,
@@ -41,6 +44,7 @@ from shardbox import (
     plan_all,
     plan_model,
     rehearsed_shape,
+    ring_order,
     segments,
 )
 
@@ -490,6 +494,135 @@ def test_plan_all_shares_a_card_between_models() -> None:
     assert sum(rank.gpu_bytes for found in plans for rank in found.ranks) <= room
 
 
+def test_plan_all_cores_are_divided_by_what_runs_on_the_box() -> None:
+    """Two small models on one box and one on another: no box has more threads at work than cores."""
+    entries = [model_config(name, nodes=(node,)) for name, node in (("a", "x"), ("b", "x"), ("c", "y"))]
+    boxes = [
+        box(name, 64 * GIB, models=tuple(copy_of(EIGHT, name=one) for one in "abc"), cores=8) for name in ("x", "y")
+    ]
+    plans = plan_all(config(*entries), boxes)
+    threads = [found.ranks[0].threads for found in plans.values() if isinstance(found, ModelPlan)]
+    assert threads == [4, 4, 8]
+    gpu = replace(boxes[0], gpus=(card(12 * GIB),))  # holds one of them whole
+    plans = plan_all(config(*entries), [gpu, boxes[1]])
+    threads = [found.ranks[0].threads for found in plans.values() if isinstance(found, ModelPlan)]
+    assert threads == [1, 7, 8]
+
+
+def test_plan_all_second_model_names_who_has_the_room_and_how_much() -> None:
+    settings_, *_ = two_models()
+    error = plan_all(settings_, [both("alpha", 10 * GIB)])["second"]
+    assert isinstance(error, PlanError)
+    assert "memory is already given to first (8.02 GiB)" in error.hint
+
+
+# --- speed and order ---
+
+FAST = SpeedFacts(memory_bytes_per_s=40e9, core_bytes_per_s=100e9)
+SLOW = SpeedFacts(memory_bytes_per_s=4e9, core_bytes_per_s=100e9)
+
+
+def test_plan_time_is_what_memory_and_cores_allow() -> None:
+    found = plan([box("alpha", 16 * GIB, EIGHT, speed=FAST)])
+    assert found.token_s == pytest.approx(8 * GIB / 40e9, rel=0.3)
+    assert (found.alone, found.alone_s) == ("alpha", found.token_s)
+    one = plan([box("alpha", 16 * GIB, EIGHT, speed=FAST, cores=1)])
+    assert one.token_s == pytest.approx(8 * GIB / 144 * 256 / (100e9 * 0.18), rel=0.1)  # Q4_K: 256 weights in 144 bytes
+    unknown = plan([box("alpha", 16 * GIB, EIGHT)])
+    assert (unknown.token_s, unknown.alone) == (0, "")
+
+
+def test_plan_of_two_that_can_hold_it_serves_on_the_faster() -> None:
+    boxes = [box("alpha", 64 * GIB, EIGHT, speed=SLOW), box("beta", 16 * GIB, EIGHT, speed=FAST)]
+    found = plan(boxes)
+    assert found.leader == "beta"
+    assert "not worth splitting" in found.reason
+    assert plan(boxes[::-1]) == found
+
+
+def linked(names: str, rtt_ms: Mapping[str, float]) -> list[NodeFacts]:
+    """Boxes of one size; each pair's round trip, by their two letters."""
+    links = {pair: LinkFacts(rtt_ns=int(rtt * 1e6), bytes_per_s=10**9) for pair, rtt in rtt_ms.items()}
+    size = 8 / len(names) * 1.15 + 0.1
+    return [
+        box(
+            name,
+            int(size * GIB),
+            EIGHT,
+            links={pair[1]: link for pair, link in links.items() if pair[0] == name},
+            speed=FAST,
+        )
+        for name in names
+    ]
+
+
+def test_plan_ring_is_ordered_by_the_way_between_its_nodes() -> None:
+    """a-c-b-d is a ring of near neighbours; a-b-c-d would cross the slow way twice."""
+    rtt = {"ac": 0.2, "bc": 0.2, "bd": 0.2, "ad": 0.2, "ab": 9.0, "cd": 9.0}
+    boxes = linked("abcd", rtt)
+    found = plan(boxes)
+    assert [rank.node for rank in found.ranks] == ["a", "c", "b", "d"]
+    assert found.token_s - sum(rank.compute_s for rank in found.ranks) < 0.004
+    for order in itertools.permutations(boxes):
+        assert plan(list(order)) == found
+
+
+@given(st.integers(2, 7), st.data())
+def test_ring_order_is_the_best_of_all(count: int, data: st.DataObject) -> None:
+    cost = [[0] * count for _ in range(count)]
+    for a, b in itertools.combinations(range(count), 2):
+        cost[a][b] = cost[b][a] = data.draw(st.integers(1, 9))
+
+    def length(way: Sequence[int]) -> int:
+        return sum(cost[a][b] for a, b in itertools.pairwise([*way, way[0]]))
+
+    ways = [(0, *way) for way in itertools.permutations(range(1, count))]
+    assert tuple(ring_order(cost)) == min(ways, key=lambda way: (length(way), way))
+
+
+@settings(max_examples=20, deadline=None)
+@given(st.integers(11, 32), st.randoms(use_true_random=False))
+def test_ring_order_of_many_is_a_ring_and_no_worse_than_by_number(count: int, chance: Any) -> None:
+    at = [(chance.randrange(1000), chance.randrange(1000)) for _ in range(count)]
+    cost = [[abs(a[0] - b[0]) + abs(a[1] - b[1]) for b in at] for a in at]
+    way = ring_order(cost)
+    assert way[0] == 0
+    assert sorted(way) == list(range(count))
+    assert sum(cost[a][b] for a, b in itertools.pairwise([*way, 0])) <= sum(
+        cost[n][(n + 1) % count] for n in range(count)
+    )
+
+
+# --- from disk ---
+
+
+def test_plan_short_of_memory_runs_in_cycles_only_when_told() -> None:
+    model = shape(layers=40, layer_bytes=GIB // 4)
+    boxes = [box(name, 3 * GIB, model) for name in "abc"]
+    assert "overcommit" in refusal(boxes).hint
+    found = plan(boxes, overcommit=True)
+    assert found.cycles > 1
+    assert found.reason.startswith("memory is short (short by")
+    assert sum(rank.layers for rank in found.ranks) == 40
+    assert found.paged_bytes > GIB
+    assert found.token_s == 0  # the disk's speed is not known
+    for rank in found.ranks:
+        held = rank.kv_bytes + rank.buffer_bytes + 2 * rank.window * GIB // 4
+        assert held <= node_room(config().node(rank.node), boxes[0]).total_bytes
+    assert plan(boxes[::-1], overcommit=True) == found
+
+
+def test_plan_that_fits_is_not_run_from_disk_though_it_may() -> None:
+    boxes = [box("alpha", 16 * GIB, EIGHT)]
+    assert plan(boxes, overcommit=True) == replace(plan(boxes))
+
+
+def test_plan_from_disk_must_still_hold_what_cannot_be_dropped() -> None:
+    model = shape(layers=8, layer_bytes=GIB, kv_heads=64)
+    error = refusal([box("alpha", GIB, model)], overcommit=True, context=1 << 20)
+    assert "too big" in error.what
+
+
 # --- rehearsal and demo ---
 
 
@@ -745,3 +878,18 @@ def test_improvement_only_of_a_clearly_better_plan(old: ModelPlan, new: ModelPla
 def test_improvement_of_a_plan_over_itself_is_none() -> None:
     for plan in (ring_plan(10), ring_plan(5, 5), with_cards(ring_plan(3, 7), 3, 7)):
         assert improvement(plan, plan) == ""
+
+
+def test_plan_all_avoids_the_ports_of_rings_that_run_under_an_older_file() -> None:
+    """The first model of the file is new, and takes the place of the second, whose ring still runs."""
+    model = shape(layers=4, layer_bytes=100 * MIB)
+    first, second, third = (model_config(name) for name in ("first", "m", "third"))
+    facts = [box("alpha", 64 * GIB, models=tuple(copy_of(model, name=name) for name in ("first", "m", "third")))]
+    running = plan_all(config(second, third), facts)["m"]
+    assert isinstance(running, ModelPlan) and running.block == 0
+    plans = plan_all(config(first, second, third), facts, {"m": running})
+    assert {name: plan.block for name, plan in plans.items() if isinstance(plan, ModelPlan)} == {
+        "first": 1,
+        "m": 0,
+        "third": 2,
+    }

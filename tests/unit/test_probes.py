@@ -29,9 +29,12 @@ from shardbox import (
     ShardboxError,
     choose_addresses,
     find_model,
+    keep_speed,
+    known_speed,
     local_addresses,
     machine_identity,
     macos_memory,
+    measure_speed,
     probe_binary,
     probe_cores,
     probe_gpus,
@@ -167,6 +170,7 @@ def fake_nvml(*cards: tuple[object, object, object], init: Exception | None = No
     for number, name in enumerate(("HandleByIndex", "Name", "MemoryInfo")):
         answers = [card[number] for card in cards if card[number] is not None]
         getattr(nvml, f"nvmlDeviceGet{name}").side_effect = answers
+    nvml.nvmlDeviceGetMaxClockInfo.return_value, nvml.nvmlDeviceGetMemoryBusWidth.return_value = 9751, 384
     return nvml
 
 
@@ -204,10 +208,31 @@ def test_gpus_two_cards_one_jetson_one_lost(monkeypatch: pytest.MonkeyPatch) -> 
         (1, "RTX 2060", 6 * GIB, GIB),
         (2, "Orin", None, None),
     ]
+    assert [round(gpu.bytes_per_s / 1e9) for gpu in gpus] == [936, 936, 0]  # as published for the RTX 3090
     assert "Not Supported" in gpus[2].note
     assert not gpus[0].note
     assert reason == "GPU 3 cannot be used: GPU is lost"
     assert nvml.nvmlShutdown.called
+
+
+# -- speed ---------------------------------------------------------------------------------------------
+
+
+def test_speed_is_measured_and_kept_for_this_box_alone(tmp_path: Path) -> None:
+    speed = measure_speed(2, GIB)
+    assert 1e8 < speed.memory_bytes_per_s < 1e13
+    assert 1e8 < speed.core_bytes_per_s < 1e13
+    assert known_speed(str(tmp_path), "here", 2) is None
+    keep_speed(str(tmp_path), "here", 2, speed)
+    assert known_speed(str(tmp_path), "here", 2) == speed
+    assert known_speed(str(tmp_path), "elsewhere", 2) is None  # a copied state folder
+    assert known_speed(str(tmp_path), "here", 4) is None
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{", '{"machine": "here", "cores": 2, "speed": {"core_bytes_per_s": "x"}}'])
+def test_speed_file_that_is_damaged_is_measured_again(tmp_path: Path, text: str) -> None:
+    (tmp_path / "speed.json").write_text(text, encoding="utf-8")
+    assert known_speed(str(tmp_path), "here", 2) is None
 
 
 # -- hashes --------------------------------------------------------------------------------------------

@@ -257,7 +257,7 @@ def test_plan_text_shows_ranges_reasons_and_who_is_left_out() -> None:
     entry, eight = model_config(), shape(layers=8)
     found = plan_model(config(entry), entry, [box("alpha", 16 * GIB, eight), box("beta", GIB)])
     assert plan_text(found, "m").splitlines()[0] == "model m: 8 layers, context 128, one node"
-    assert plan_text(found, "m").splitlines()[-1] == "  without beta: not in this node's configuration"
+    assert plan_text(found, "m").splitlines()[-1] == "  not beta: not in this node's configuration"
     for line in (text + plan_text(found, "m")).splitlines():
         assert line == line.rstrip()
 

@@ -6,8 +6,10 @@ networks play a part, and nothing is left once the namespaces are gone. Needs ro
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import ctypes
+import fcntl
 import functools
 import http.client
 import itertools
@@ -15,9 +17,11 @@ import json
 import os
 import random
 import re
+import select
 import shutil
 import signal
 import socket
+import struct
 import subprocess
 import sys
 import tempfile
@@ -31,11 +35,14 @@ from typing import Any, TypeVar
 import pytest
 
 import shardbox
-from shardbox import Snapshot, from_json, status_address, status_line
+from shardbox import ModelView, RankView, Snapshot, from_json, status_address, status_line
 
 PATIENCE_S = 60.0  # for a state that must come; generous, since a CI machine has two slow cores
 POLL_S = 0.05
 SECRET = "a secret of the tests, long enough"
+OK, WARNING, CRITICAL, UNKNOWN = 0, 1, 2, 3
+MEMBERS = ("alpha", "beta", "gamma")
+CHAT = "/v1/chat/completions"
 CLONE_NEWNET = 0x40000000
 T = TypeVar("T")
 _numbers = itertools.count()
@@ -93,6 +100,64 @@ def in_namespace(netns: str, action: Callable[[], T]) -> T:
     return result[0]
 
 
+# --- a cable as a program --------------------------------------------------------------------------------------
+
+TUNSETIFF, IFF_TAP_NO_PI = 0x400454CA, 0x1002
+SIOCETHTOOL, ETHTOOL_STXCSUM = 0x8946, 0x17
+ETH_P_ALL, PACKET_OUTGOING = 3, 4
+
+
+def open_tap(name: str) -> int:
+    """A network interface whose frames are this descriptor's. It goes when that is closed."""
+    tap = os.open("/dev/net/tun", os.O_RDWR | os.O_NONBLOCK)
+    fcntl.ioctl(tap, TUNSETIFF, struct.pack("16sH22x", name.encode(), IFF_TAP_NO_PI))
+    return tap
+
+
+def open_port(name: str) -> int:
+    """The frames that come in at an interface, and go out at it."""
+    port = socket.socket(socket.AF_PACKET, socket.SOCK_RAW, socket.htons(ETH_P_ALL))
+    port.bind((name, ETH_P_ALL))
+    port.setblocking(False)
+    return port.detach()
+
+
+def set_offload(name: str, wanted: bool) -> None:
+    """Whether checksums and segments are left to the hardware, which between namespaces nobody is."""
+    value = ctypes.create_string_buffer(struct.pack("=II", ETHTOOL_STXCSUM, wanted))
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:
+        fcntl.ioctl(sock, SIOCETHTOOL, struct.pack("16sP16x", name.encode(), ctypes.addressof(value)))
+
+
+def carry(tap: int, port_fd: int, end: int, *, delay_s: float, loss: float, hears: bool, heard: bool) -> None:
+    """Carry frames between the switch (`tap`) and the host (`port_fd`) until the other side of `end` is closed."""
+    chance, queue = random.Random(1), collections.deque[tuple[float, bool, bytes]]()
+    port = socket.socket(fileno=os.dup(port_fd))
+
+    def take(frame: bytes, inwards: bool) -> None:
+        if (hears if inwards else heard) and chance.random() >= loss:
+            queue.append((time.monotonic() + delay_s, inwards, frame))
+
+    with port:
+        while True:
+            wait_s = max(0.0, queue[0][0] - time.monotonic()) if queue else None
+            ready, _, _ = select.select([tap, port.fileno(), end], [], [], wait_s)
+            if end in ready:
+                return
+            with contextlib.suppress(OSError):  # nothing more, or the link is down
+                for _ in range(64 if tap in ready else 0):
+                    take(os.read(tap, 1 << 16), True)
+            with contextlib.suppress(OSError):
+                for _ in range(64 if port.fileno() in ready else 0):
+                    frame, (*_, kind, _, _) = port.recvfrom(1 << 16)
+                    if kind != PACKET_OUTGOING:
+                        take(frame, False)
+            while queue and queue[0][0] <= time.monotonic():
+                _, inwards, frame = queue.popleft()
+                with contextlib.suppress(OSError):  # full, or the link is down: lost
+                    port.send(frame) if inwards else os.write(tap, frame)
+
+
 class Connection(http.client.HTTPConnection):
     """HTTP from inside a namespace."""
 
@@ -105,6 +170,33 @@ class Connection(http.client.HTTPConnection):
         self.sock = in_namespace(self._netns, functools.partial(socket.socket, socket.AF_INET, socket.SOCK_STREAM))
         self.sock.settimeout(self.timeout)
         self.sock.connect((self.host, self.port))
+
+
+def model(snapshot: Snapshot) -> ModelView:
+    """The only model."""
+    return snapshot.models[0]
+
+
+def serves(world: int) -> Callable[[Snapshot], bool]:
+    """A whole ring of that many ranks answers."""
+    return lambda snapshot: (
+        model(snapshot).phase == "serving" and model(snapshot).alive == model(snapshot).world == world
+    )
+
+
+def rank_on(snapshot: Snapshot, node: str) -> RankView:
+    """A node's rank."""
+    return next(rank for rank in model(snapshot).ranks if rank.node == node)
+
+
+def nodes_of(snapshot: Snapshot) -> list[str]:
+    """The ring's nodes, the leader first."""
+    return [rank.node for rank in model(snapshot).ranks]
+
+
+def chat(text: str = "What is this?", **more: Any) -> dict[str, Any]:
+    """A chat request."""
+    return {"model": "tiny", "messages": [{"role": "user", "content": text}], **more}
 
 
 @dataclass
@@ -184,13 +276,13 @@ class Host:
         own = {"SHARDBOX_STATE": str(self.folder), "SHARDBOX_NODE": self.name, "SHARDBOX_CONFIG": str(self.config)}
         return {**kept, "PYTHONUNBUFFERED": "1", **own, **more}
 
-    def spawn(self, *args: str, **more: str) -> subprocess.Popen[str]:
+    def spawn(self, *args: str, cwd: Path | None = None, **more: str) -> subprocess.Popen[str]:
         """Any program inside, its output to a file; ended with the host."""
         with open(self.folder / f"{len(self.started)}.log", "w") as log:
             process = subprocess.Popen(
                 self.command(*args),
                 env=self.environment(**more),
-                cwd=self.folder,
+                cwd=cwd or self.folder,
                 stdin=subprocess.PIPE,
                 stdout=log,
                 stderr=log,
@@ -199,9 +291,9 @@ class Host:
         self.started.append(process)
         return process
 
-    def popen(self, *args: str, **more: str) -> subprocess.Popen[str]:
+    def popen(self, *args: str, cwd: Path | None = None, **more: str) -> subprocess.Popen[str]:
         """A shardbox command that goes on."""
-        return self.spawn(*shardbox_command(), *args, **more)
+        return self.spawn(*shardbox_command(), *args, cwd=cwd, **more)
 
     def run(self, *args: str, timeout: float = 60.0, **more: str) -> subprocess.CompletedProcess[str]:
         """A shardbox command, whole. Its output is kept apart: `stdout`, `stderr`."""
@@ -220,9 +312,9 @@ class Host:
             check=False,
         )
 
-    def up(self, **more: str) -> subprocess.Popen[str]:
+    def up(self, cwd: Path | None = None, **more: str) -> subprocess.Popen[str]:
         """`shardbox up` in the foreground."""
-        self.up_process = self.popen("up", **more)
+        self.up_process = self.popen("up", cwd=cwd, **more)
         return self.up_process
 
     def output(self, process: subprocess.Popen[str]) -> str:
@@ -392,18 +484,51 @@ class Lan:
         tool("ip", "-n", host.netns, "route", "add", "default", "dev", "eth0")  # without a route, no multicast
         host.address = address
 
-    def block_multicast(self) -> None:
-        """From now on the switch floods no multicast, as many WLANs and managed switches do."""
-        for number in range(1, len(self.hosts) + 1):
-            port = f"port{number}"
-            tool("ip", "-n", self._switch, "link", "set", port, "type", "bridge_slave", "mcast_flood", "off")
+    def _port(self, name: str) -> str:
+        """Where the host's cable ends at the switch."""
+        return f"port{list(self.hosts).index(name) + 1}"
+
+    def _set_port(self, name: str, *what: str) -> None:
+        tool("ip", "-n", self._switch, "link", "set", self._port(name), *what)
+
+    def block_multicast(self, blocked: bool = True) -> None:
+        """The switch floods no multicast, as many WLANs and managed switches do."""
+        for name in self.hosts:
+            self._set_port(name, "type", "bridge_slave", "mcast_flood", "off" if blocked else "on")
 
     def separate(self, *names: str, apart: bool = True) -> None:
         """Hosts that reach every other one, but not each other; `apart` False undoes it."""
         for name in names:
-            port = f"port{list(self.hosts).index(name) + 1}"
-            state = "on" if apart else "off"
-            tool("ip", "-n", self._switch, "link", "set", port, "type", "bridge_slave", "isolated", state)
+            self._set_port(name, "type", "bridge_slave", "isolated", "on" if apart else "off")
+
+    def link(self, name: str, up: bool) -> None:
+        """Take the power of a host's port at the switch, or give it back: both ends see no carrier."""
+        self._set_port(name, "up" if up else "down")
+
+    @contextlib.contextmanager
+    def cable(
+        self, host: Host, *, delay_s: float = 0.0, loss: float = 0.0, hears: bool = True, heard: bool = True
+    ) -> Iterator[None]:
+        """As long as the block lasts, a program carries the host's frames: each `delay_s` late and, of a hundred,
+        `loss` times a hundred not at all; and none to a host that does not hear, or from one that is not heard.
+        The carrier stays. (Kernels have netem for it, but not every one.)"""
+        # what comes out of a real cable is whole: the program must not meet packets that hardware would finish
+        in_namespace(host.netns, functools.partial(set_offload, "eth0", False))
+        tap, port = in_namespace(self._switch, lambda: (open_tap("cable"), open_port(self._port(host.name))))
+        tool("ip", "-n", self._switch, "link", "set", "cable", "master", "lan", "up")
+        self._set_port(host.name, "nomaster")
+        end, ended = os.pipe()
+        wire = functools.partial(carry, tap, port, end, delay_s=delay_s, loss=loss, hears=hears, heard=heard)
+        thread = threading.Thread(target=wire, name=f"cable of {host.name}")
+        thread.start()
+        try:
+            yield
+        finally:
+            os.close(ended)
+            thread.join()
+            for fd in (end, tap, port):
+                os.close(fd)
+            self._set_port(host.name, "master", "lan", "up")
 
     def free_address(self) -> str:
         """An address that no host has."""
@@ -433,6 +558,17 @@ class Lan:
         with contextlib.suppress(OSError):
             os.rmdir("/etc/netns")  # only where it was ours alone
         shutil.rmtree(self.folder, ignore_errors=True)
+
+
+def agree(lan: Lan, but: str = "") -> str:
+    """Wait until every member says that all ranks serve, under one generation that is not `but`; which one."""
+    hosts = [lan.hosts[name] for name in MEMBERS]
+
+    def ask() -> str:
+        found = {model(host.wait_status(serves(3), "a ring of 3")).generation for host in hosts}
+        return found.pop() if len(found) == 1 and found != {but} else ""
+
+    return eventually(ask, "the same ring on all three")
 
 
 @contextlib.contextmanager
