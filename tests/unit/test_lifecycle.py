@@ -392,6 +392,17 @@ def test_restart_is_remembered_for_a_while_and_only_of_a_ring_that_served() -> N
     assert it.ring.restarts == ()
 
 
+def test_trouble_is_forgotten_with_its_restart_once_the_ring_serves() -> None:
+    it = at(Phase.SERVING)
+    it.send("trouble", reason="x")
+    it.send("stopped")
+    it.wait(BACKOFF_CAP_S)
+    it.to(Phase.SERVING)
+    assert it.ring.last_trouble == "x"
+    it.wait(RESTART_MEMORY_S + 1)
+    assert it.ring.last_trouble == ""
+
+
 def test_trouble_twice_tears_down_once() -> None:
     it = at(Phase.SERVING)
     assert [effect.kind for effect in it.send("trouble", generation="g1", reason="first")] == ["teardown"]

@@ -20,6 +20,7 @@ from shardbox import (
     HEADROOM,
     MIB,
     BinaryFacts,
+    ClusterConfig,
     Config,
     EngineConfig,
     LinkFacts,
@@ -371,6 +372,59 @@ def test_plan_copies_of_equal_count_lowest_hash_counts() -> None:
 def test_plan_copy_not_hashed_yet_takes_part() -> None:
     boxes = [box("a", 5 * GIB, EIGHT), box("b", 5 * GIB, models=(copy_of(EIGHT, root=""),))]
     assert set(layers(plan(boxes))) == {"a", "b"}
+
+
+# --- nodes that have to fetch the model ---
+
+
+def lacking(name: str, memory_bytes: int, room_bytes: int = 99 * GIB) -> NodeFacts:
+    """A node without the model, whose disk has this room for it."""
+    return box(name, memory_bytes, models=(copy_of(None, room_bytes=room_bytes),))
+
+
+def test_plan_node_that_lacks_the_model_takes_part_and_fetches_it() -> None:
+    found = plan([box("a", 5 * GIB, EIGHT), lacking("b", 5 * GIB)])
+    size = copy_of(EIGHT).size_bytes
+    assert {rank.node: rank.copy_bytes for rank in found.ranks} == {"a": 0, "b": size}
+    assert found.root == "aaaa1111"
+
+
+def test_plan_model_that_fits_a_node_that_has_it_is_not_copied_to_a_roomier_one() -> None:
+    found = plan([box("a", 12 * GIB, EIGHT), lacking("b", 64 * GIB)])
+    assert [(rank.node, rank.copy_bytes) for rank in found.ranks] == [("a", 0)]
+
+
+@pytest.mark.parametrize(
+    ("room_bytes", "cluster", "words"),
+    [
+        (7 * GIB, {}, "m.gguf is not here; a copy needs 8 GiB, 7 GiB are free"),
+        (0, {}, "m.gguf is not here"),
+        (99 * GIB, {"copy_models": False}, "m.gguf is not here"),
+    ],
+)
+def test_plan_node_that_cannot_fetch_the_model_is_left_out(
+    room_bytes: int, cluster: dict[str, Any], words: str
+) -> None:
+    boxes = [box("a", 12 * GIB, EIGHT), lacking("b", 5 * GIB, room_bytes)]
+    settings = ClusterConfig(name="attic", secret="never-to-be-seen-anywhere-at-all", **cluster)
+    given = config(cluster=settings)
+    assert plan_model(given, given.models[0], boxes).left_out["b"] == words
+
+
+def test_plan_node_that_is_to_fetch_from_copies_that_differ_is_an_error_that_names_them() -> None:
+    boxes = [box(name, 4 * GIB, models=(copy_of(EIGHT, root=root),)) for name, root in (("a", "xx"), ("b", "yy"))]
+    boxes.append(lacking("c", 6 * GIB))
+    assert "c has to fetch m.gguf, but the copies differ: a has xx, b has yy" in refusal(boxes).what
+    assert "sha256" in refusal(boxes).hint
+    led = model_config(leader="b")
+    found = plan_model(config(led), led, [replace(node, memory=boxes[2].memory) for node in boxes])
+    assert found.root == "yy" and {rank.node for rank in found.ranks} == {"b", "c"}
+
+
+def test_plan_copy_on_a_node_that_may_not_hold_a_rank_can_be_fetched_from() -> None:
+    entry = model_config(nodes=("b",))
+    found = plan_model(config(entry), entry, [box("a", 12 * GIB, EIGHT), lacking("b", 12 * GIB)])
+    assert [(rank.node, rank.copy_bytes > 0) for rank in found.ranks] == [("b", True)]
 
 
 def test_plan_copies_on_nodes_that_may_not_hold_it_have_no_vote() -> None:
