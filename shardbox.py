@@ -7288,6 +7288,9 @@ class Rings:
             async with run.session.post(f"http://engine{path}", json=body) as reply:
                 await reply.read()
         except (aiohttp.ClientError, OSError, ValueError) as error:
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(run.exited.wait(), WIRE_GRACE_S)
+                return  # what is told of its end says more
             raise EngineError(f"no answer when asked again: {error!r}", where=f"model {model}") from None
         finally:
             traffic.in_flight -= 1
