@@ -6418,6 +6418,8 @@ class Peers:
             if isinstance(error.__cause__, MeshError):
                 raise error.__cause__ from None
             raise MeshError(f"the connection broke ({error or type(error).__name__})", where=target[0]) from None
+        if isinstance(to, str):  # whoever answers lives, though the next question may hang at an address of before
+            self.known[to].last_seen = time.monotonic()
         if reply.status == 200:
             return data
         said = data.get("error") if isinstance(data, dict) else None
