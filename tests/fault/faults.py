@@ -6,6 +6,7 @@ import contextlib
 import shutil
 import signal
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -258,10 +259,12 @@ def fill(trial: Trial) -> None:
 
 
 def read_only(trial: Trial) -> None:
+    """From now on nothing can be opened for writing there."""
     host = trial.cluster.host("beta")
     state = str(host.folder / "attic")
-    tool("mount", "-o", "remount,ro", state)
-    trial.undo.callback(tool, "mount", "-o", "remount,rw", state)
+    tool("mount", "--bind", state, state)
+    trial.undo.callback(tool, "umount", state)
+    tool("mount", "-o", "remount,bind,ro", state)
     kill_engine(trial, host)
 
 
@@ -308,6 +311,12 @@ def other_bytes(trial: Trial) -> None:
     right = path.read_bytes()
     change(path, right[:-1] + bytes([right[-1] ^ 1]))
     trial.cause.callback(change, path, right)
+    known()
+
+
+def known() -> None:
+    """Wait until the box has looked at its files again."""
+    time.sleep(3)  # it does so every 2 s, and tells nobody
 
 
 def change(path: Path, data: bytes) -> None:
@@ -322,6 +331,7 @@ def no_model(trial: Trial) -> None:
     path = trial.last.folder / MODEL
     aside = path.with_suffix(".aside")
     path.rename(aside)
+    known()
     trial.undo.callback(lambda: aside.unlink(missing_ok=True))
 
 
