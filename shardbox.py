@@ -942,6 +942,7 @@ class ModelShape:
     active_bytes: tuple[int, ...] = ()  # of these, what one token reads: not every expert; (): all
     kv_values: tuple[int, ...] = ()  # one entry a layer: keys and values of one token; (): kv_heads in each
     experts_used: int = 0  # of each layer; 0: it has none
+    merges: bool = False  # a BPE vocabulary
     sliding_window: int = 0  # tokens, as the header says; Prima keeps the whole context all the same
     embedding_bytes: int  # token_embd
     output_bytes: int  # output, output_norm and all else that is not in a layer
@@ -1328,6 +1329,7 @@ def model_shape(headers: Sequence[GgufHeader]) -> ModelShape:
         active_bytes=active_bytes,
         kv_values=tuple(its * (key_width + value_width) for its in kv_heads * (layers // len(kv_heads))),
         experts_used=used,
+        merges=first.metadata.get("tokenizer.ggml.model") == "gpt2",
         sliding_window=count("attention.sliding_window", 0),
         embedding_bytes=embedding.bytes,
         output_bytes=by_type.total() - sum(layer_bytes) - embedding.bytes,
@@ -1395,13 +1397,13 @@ MAX_CYCLES = 29  # Prima has 32 schedulers: one a window, and the leader's two e
 EXACT_ORDER = 10  # ranks: up to here the order of a ring is the best there is
 
 # What an engine holds beside buffers (measured on bdf9d8e7 over five models): code, threads, tables; strings and
-# indexes of its vocabulary, per token; cells of the KV cache, per token of context.
-ENGINE_BASE_BYTES, VOCAB_TOKEN_BYTES, CONTEXT_CELL_BYTES = 16 * MIB, 512, 128
+# indexes of its vocabulary, per token, with and without merges (BPE); cells of the KV cache, per token of context.
+ENGINE_BASE_BYTES, VOCAB_TOKEN_BYTES, CONTEXT_CELL_BYTES = 8 * MIB, {False: 320, True: 640}, 128
 
 # How fast it computes: weights a core multiplies while it could scan one byte in its cache; time around each layer; one
 # hop through two engines and forwarders beside the network. Measured on bdf9d8e7 with AVX-512 (2026-12-01, AMD EPYC
 # 9004): eleven quantisations lie within 0.7 and 1.4 of this.
-WEIGHTS_PER_SCANNED_BYTE, LAYER_S, HOP_S = 0.18, 60e-6, 250e-6
+WEIGHTS_PER_SCANNED_BYTE, LAYER_S, HOP_S = 0.2, 60e-6, 250e-6
 TOKEN_S_PER_VOCAB = 20e-9  # sampling on the leader
 ASSUMED_LINK = LinkFacts(rtt_ns=500_000, bytes_per_s=110_000_000)  # until it is measured: 1 Gbit/s
 
@@ -1550,6 +1552,7 @@ def model_costs(shape: ModelShape, context: int, slots: int = 1) -> Costs:
     forward = 4 * batch * used * max(2 * shape.ff_width, shape.ff_width + shape.width) + 2 * outer
     scores = 4 * batch * context * shape.heads
     scratch = 2 * batch * max(context * shape.heads, shape.ff_width * used)  # src1 of a product, as f16 at most
+    words = VOCAB_TOKEN_BYTES[shape.merges]
     values = shape.kv_values or (shape.kv_heads * (shape.key_width + shape.value_width),) * shape.layers
     kv_bytes = tuple(2 * context * count for count in values)
     both = [weights + kv for weights, kv in zip(shape.layer_bytes, kv_bytes, strict=True)]
@@ -1558,9 +1561,9 @@ def model_costs(shape: ModelShape, context: int, slots: int = 1) -> Costs:
         kv_bytes=kv_bytes,
         upto=tuple(itertools.accumulate(both, initial=0)),
         ends_bytes=shape.embedding_bytes + shape.output_bytes,
-        graph_bytes=4 * batch * context + max(scores + 3 * inner, forward) + 64 * KIB,
-        leader_buffer_bytes=4 * (batch + slots) * shape.vocab + 3 * outer,
-        base_bytes=ENGINE_BASE_BYTES + scratch + VOCAB_TOKEN_BYTES * shape.vocab + CONTEXT_CELL_BYTES * context,
+        graph_bytes=4 * batch * context + max(scores + 3 * inner, forward) + 128 * KIB,
+        leader_buffer_bytes=4 * (batch + slots) * shape.vocab + 3 * outer + 128 * KIB,
+        base_bytes=ENGINE_BASE_BYTES + scratch + words * shape.vocab + CONTEXT_CELL_BYTES * context,
     )
 
 
@@ -1683,6 +1686,12 @@ def _node_problem(field: _Field, model: ModelConfig, name: str, wanted: ModelFac
     return ""
 
 
+def most_common_root(copies: Iterable[ModelFacts]) -> str:
+    """The content hash of most of these copies that are whole, of two with as many the lowest; "" without any."""
+    votes = Counter(copy.root for copy in copies if copy.root and not copy.problem)
+    return min(votes, key=lambda root: (-votes[root], root), default="")
+
+
 def _copy_that_counts(field: _Field, model: ModelConfig) -> ModelFacts:
     """The content that every rank must have: the leader's where the TOML names one, else that of most nodes that hold
     the model (ties: lowest hash). One that contradicts the TOML's `sha256` is no copy at all. Nodes that may not hold
@@ -1700,13 +1709,16 @@ def _copy_that_counts(field: _Field, model: ModelConfig) -> ModelFacts:
         found = "; ".join(f"{name}: {copies[name].problem or 'not there'}" for name in copies if name in allowed)
         hint = "copy the file to one box, under the TOML's folder or one of model_dirs"
         raise _plan_error(model, f"no node has a whole copy of {model.path} ({found:.4000})", hint)
-    votes = Counter(copy.root for copy in whole.values() if copy.root)
-    root = min(votes, key=lambda value: (-votes[value], value), default="")
-    if model.leader in whole and whole[model.leader].root:
-        root = whole[model.leader].root
+    root = whole[model.leader].root if model.leader in whole else ""
+    root = root or most_common_root(whole.values())
     wanted = next((copy for copy in whole.values() if copy.root == root), next(iter(whole.values())))
     takers = [name for name, copy in copies.items() if name in allowed and to_fetch(config, model, copy, wanted)]
-    if len(votes) > 1 and takers and not model.sha256 and model.leader not in whole:
+    if (
+        len({copy.root for copy in whole.values() if copy.root}) > 1
+        and takers
+        and not model.sha256
+        and model.leader not in whole
+    ):
         held = ", ".join(f"{name} has {copy.root[:8]}" for name, copy in whole.items() if copy.root)
         what = f"{takers[0]} has to fetch {model.path}, but the copies differ: {held}"
         raise _plan_error(model, what, "say which one is right: `sha256` of the model, as sha256sum prints it")
@@ -2907,23 +2919,23 @@ def probe_cores(root: str = "/", affinity: int = 0) -> int:
 
 
 def _scan_rate(pieces: Sequence[tuple[int, int]], seconds: float) -> float:
-    """Bytes a second that as many threads read, each its own piece of memory (address, size) from end to end; the best
-    round counts. memchr() reads as wide as the processor can, and runs beside the interpreter's lock."""
+    """Bytes a second that as many threads read, each its own piece of memory (address, size) again and again. memchr()
+    reads as wide as the processor can, and runs beside the interpreter's lock; a thread's own time does not count what
+    other programs take of the processor."""
     scan = ctypes.CDLL(None).memchr
     scan.argtypes, scan.restype = (ctypes.c_void_p, ctypes.c_int, ctypes.c_size_t), ctypes.c_void_p
-    times = max(1, 16 * MIB // pieces[0][1])
+    times, deadline = max(1, 8 * MIB // pieces[0][1]), time.perf_counter() + seconds
 
-    def read(piece: tuple[int, int]) -> None:
-        for _ in range(times):
-            scan(piece[0], 7, piece[1])
+    def rate(piece: tuple[int, int]) -> float:
+        started, count = time.thread_time(), 0
+        while not count or time.perf_counter() < deadline:
+            for _ in range(times):
+                scan(piece[0], 7, piece[1])
+            count += times
+        return count * piece[1] / max(1e-6, time.thread_time() - started)
 
-    best, deadline = 0.0, time.perf_counter() + seconds
     with ThreadPoolExecutor(len(pieces)) as pool:
-        while time.perf_counter() < deadline:
-            started = time.perf_counter()
-            list(pool.map(read, pieces))
-            best = max(best, times * sum(size for _, size in pieces) / (time.perf_counter() - started))
-    return best
+        return sum(pool.map(rate, pieces))
 
 
 def measure_speed(cores: int, available_bytes: int) -> SpeedFacts:
@@ -6412,6 +6424,8 @@ class Peers:
             if isinstance(error.__cause__, MeshError):
                 raise error.__cause__ from None
             raise MeshError(f"the connection broke ({error or type(error).__name__})", where=target[0]) from None
+        if isinstance(to, str):  # whoever answers lives, though the next question may hang at an address of before
+            self.known[to].last_seen = time.monotonic()
         if reply.status == 200:
             return data
         said = data.get("error") if isinstance(data, dict) else None
@@ -6667,13 +6681,14 @@ class Library:
         if copy.model:
             self._surveyor.receiving[copy.model] = copy.root
         log.info("copy of %s: begun", copy.label)
+        begun = time.monotonic()
         running = asyncio.ensure_future(self._box.in_thread(copy.run))
         try:
             said, told = 0.0, False
             while not running.done():
                 if copy.landing is not None and not told:
                     told = True
-                    note_in_ledger(self._box.folder, [f"{path}.part" for path in copy.landing.own])
+                    self._note([f"{path}.part" for path in copy.landing.own])
                     await self._refresh()  # the others learn that they can have of it
                 if time.monotonic() - said > 10.0:
                     said = time.monotonic()
@@ -6681,14 +6696,23 @@ class Library:
                 await asyncio.wait({running}, timeout=0.5)
             await running
             if copy.landing is not None and copy.state == "landed":
-                note_in_ledger(self._box.folder, copy.landing.own)
+                self._note(copy.landing.own)
                 hashes = [file.hashes for file in copy.landing.listing.files]
-                await self._box.in_thread(self._surveyor.landed, copy.model, copy.landing.paths, hashes)
+                with contextlib.suppress(OSError):  # then they are read again
+                    await self._box.in_thread(self._surveyor.landed, copy.model, copy.landing.paths, hashes)
         finally:
             self._surveyor.receiving.pop(copy.model, None)
             await self._refresh()
             copy.state = "done" if copy.state == "landed" else "failed"
-        log.info("copy of %s: %s", copy.label, copy.problem or "whole, and in place")
+        seconds, size = time.monotonic() - begun, copy.view().done_bytes
+        rate = f"{format_size(size)} in {format_duration(seconds)}, {format_size(int(size / seconds))}/s"
+        log.info("copy of %s: %s", copy.label, copy.problem or f"whole, and in place ({rate})")
+
+    def _note(self, paths: Sequence[str]) -> None:
+        try:
+            note_in_ledger(self._box.folder, paths)
+        except OSError as error:
+            log.warning("`models --prune` will not know of %s: %s", ", ".join(paths), error)
 
     async def reread(self, model: ModelConfig) -> dict[str, str]:
         """See Surveyor.reread."""
@@ -7278,6 +7302,9 @@ class Rings:
             async with run.session.post(f"http://engine{path}", json=body) as reply:
                 await reply.read()
         except (aiohttp.ClientError, OSError, ValueError) as error:
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(run.exited.wait(), WIRE_GRACE_S)
+                return  # what is told of its end says more
             raise EngineError(f"no answer when asked again: {error!r}", where=f"model {model}") from None
         finally:
             traffic.in_flight -= 1
@@ -7945,6 +7972,19 @@ def all_copies(node: Node) -> tuple[CopyView, ...]:
     return (*(copy.view() for copy in node.library.copies.values()), *others)
 
 
+def wrong_copies(model: ModelConfig, facts: Sequence[NodeFacts]) -> list[str]:
+    """One warning for each node whose file is not what the others, the leader or the TOML say that it should be."""
+    copies = {node.name: node.model(model.name) for node in facts}
+    right = copies[model.leader].root if model.leader in copies and not copies[model.leader].problem else ""
+    right = right or most_common_root(copies.values())
+    wrong = {name: copy for name, copy in copies.items() if copy.root and (copy.problem or copy.root != right)}
+    end = f"`shardbox pull {model.name} --replace` on that box mends it"
+    return [
+        f"{name}: {copy.problem or f'{copy.path} has other bytes ({copy.root[:8]}, not {right[:8]})'}; {end}"
+        for name, copy in wrong.items()
+    ]
+
+
 def snapshot(node: Node) -> Snapshot:
     """Everything that `status` shows."""
     box, peers, api = node.box, peer_views(node), api_url(node.box.config, node.box.settings)
@@ -7957,6 +7997,7 @@ def snapshot(node: Node) -> Snapshot:
     opened = sorted({f"{rank.node}: {rank.isolation_problem}" for rank in ranks})
     warnings = [
         *node.warnings.values(),
+        *(text for model in box.config.models for text in wrong_copies(model, node.all_facts())),
         *([f"anybody who reaches {api} can use it: set [api] keys_file"] if box.config.api.open else []),
         *([f"shardbox.toml differs on {', '.join(differing)}"] if differing else []),
         *(f"the engine's ports are open on {text}" for text in opened),
@@ -9599,18 +9640,12 @@ def cmd_models(config: Config, name: str, as_json: bool, prune: bool, yes: bool)
         print(json.dumps({"models": rows}, indent=2))
         return 0
     shown = [
-        (model.name, node.name, copy_state(copy, copy.root and most_common_root(facts, model.name)),
+        (model.name, node.name, copy_state(copy, most_common_root(other.model(model.name) for other in facts)),
          format_size(copy.size_bytes) if copy.size_bytes else "-", copy.root[:16] or "-", copy.path or model.path)
         for node, model, copy in held
     ]  # fmt: skip
     print(table(("MODEL", "NODE", "STATE", "SIZE", "CONTENT", "FILE"), shown))
     return 0
-
-
-def most_common_root(facts: Sequence[NodeFacts], model: str) -> str:
-    """The content hash that most boxes have."""
-    votes = Counter(copy.root for node in facts if (copy := node.model(model)).root and not copy.problem)
-    return min(votes, key=lambda root: (-votes[root], root), default="")
 
 
 def copy_state(copy: ModelFacts, common: str) -> str:
