@@ -55,8 +55,8 @@ def runtime() -> None:
     mark = RUNTIME / f"opt/runtime/packages-{hashlib.sha256(pinned).hexdigest()[:16]}"
     if mark.exists():
         return
-    target = RUNTIME / "opt/runtime/lib/python3.11/site-packages"
-    shutil.rmtree(target)
+    target = RUNTIME / "opt/runtime/lib/python3.11/dist-packages"  # a patch of Debian's
+    shutil.rmtree(target, ignore_errors=True)
     platforms = [f"--platform=manylinux{'' if tag.isdigit() else '_'}{tag}_x86_64" for tag in WHEELS]
     pip = f"{sys.executable} -m pip install --quiet --disable-pip-version-check --require-hashes --no-deps"
     kinds = "--only-binary=:all: --implementation=cp --python-version=3.11 --abi=cp311 --abi=abi3 --abi=none"
