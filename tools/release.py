@@ -93,15 +93,12 @@ def bare_root() -> Path:
     root, source = KEPT / "bare", RUNTIME
     shutil.rmtree(root, ignore_errors=True)
     listed = (source / "var/lib/dpkg/info/libc6:amd64.list").read_text().split()
-    wanted = ["/bin/sh", "/bin/dash", *(name for name in listed if re.search(r"\.so(\.\d+)*$", name))]
-    for folder in ("tmp", "proc", "dev", "bin"):
+    wanted = ["/bin/sh", "/lib64/ld-linux-x86-64.so.2", *(name for name in listed if re.search(r"\.so(\.\d+)*$", name))]
+    for folder in ("tmp", "proc", "dev"):
         (root / folder).mkdir(parents=True)
     (root / "tmp").chmod(0o1777)
-    for name in wanted:
-        place = root / name[1:]
-        place.parent.mkdir(parents=True, exist_ok=True)
-        shutil.copy2(source / name[1:], place)
-    (root / "lib64").mkdir(exist_ok=True)
+    files = subprocess.run(["chroot", source, "tar", "-ch", *wanted], capture_output=True, check=True).stdout
+    subprocess.run(["tar", "-x", "-C", root], input=files, check=True)
     return root
 
 
