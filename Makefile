@@ -6,7 +6,7 @@ DEMO_ARGS ?=
 TEST_ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test unit check lint types build release build-check fault soak e2e fuzz bench fmt lock clean
+.PHONY: help venv demo test unit check lint types build release build-check fault soak e2e fuzz bench bench-plan bench-copy fmt lock clean
 
 help: ## list the targets
 	@grep -E '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 14
@@ -71,6 +71,12 @@ fuzz: venv ## hostile input and 10,000 half-open connections (FUZZ_SECONDS=60)
 bench: EXE ?= $(wildcard dist/shardbox)
 bench: venv ## measurements of speed and memory, of dist/shardbox where it has been built
 	PYTHONPATH=. SHARDBOX_EXE="$(EXE)" $(BIN)/python tests/bench.py
+
+bench-plan: venv ## how long plans take; with SHARDBOX_PRIMA and SHARDBOX_MODEL, what they predict against real engines
+	PYTHONPATH=. $(BIN)/python tests/bench_plan.py
+
+bench-copy: venv ## copies beside scp and rsync, to 2 and 8 boxes, and beside a ring that answers (root)
+	PYTHONPATH=.:tests:tests/integration $(BIN)/python tests/bench_copy.py
 
 lock: venv ## pin the newest versions again, with hashes
 	$(BIN)/pip install --quiet pip-tools

@@ -966,6 +966,7 @@ class ModelShape:
     active_bytes: tuple[int, ...] = ()  # of these, what one token reads: not every expert; (): all
     kv_values: tuple[int, ...] = ()  # one entry a layer: keys and values of one token; (): kv_heads in each
     experts_used: int = 0  # of each layer; 0: it has none
+    merges: bool = False  # a BPE vocabulary
     sliding_window: int = 0  # tokens, as the header says; Prima keeps the whole context all the same
     embedding_bytes: int  # token_embd
     output_bytes: int  # output, output_norm and all else that is not in a layer
@@ -1352,6 +1353,7 @@ def model_shape(headers: Sequence[GgufHeader]) -> ModelShape:
         active_bytes=active_bytes,
         kv_values=tuple(its * (key_width + value_width) for its in kv_heads * (layers // len(kv_heads))),
         experts_used=used,
+        merges=first.metadata.get("tokenizer.ggml.model") == "gpt2",
         sliding_window=count("attention.sliding_window", 0),
         embedding_bytes=embedding.bytes,
         output_bytes=by_type.total() - sum(layer_bytes) - embedding.bytes,
@@ -1419,13 +1421,13 @@ MAX_CYCLES = 29  # Prima has 32 schedulers: one a window, and the leader's two e
 EXACT_ORDER = 10  # ranks: up to here the order of a ring is the best there is
 
 # What an engine holds beside buffers (measured on bdf9d8e7 over five models): code, threads, tables; strings and
-# indexes of its vocabulary, per token; cells of the KV cache, per token of context.
-ENGINE_BASE_BYTES, VOCAB_TOKEN_BYTES, CONTEXT_CELL_BYTES = 16 * MIB, 512, 128
+# indexes of its vocabulary, per token, with and without merges (BPE); cells of the KV cache, per token of context.
+ENGINE_BASE_BYTES, VOCAB_TOKEN_BYTES, CONTEXT_CELL_BYTES = 8 * MIB, {False: 320, True: 640}, 128
 
 # How fast it computes: weights a core multiplies while it could scan one byte in its cache; time around each layer; one
 # hop through two engines and forwarders beside the network. Measured on bdf9d8e7 with AVX-512 (2026-12-01, AMD EPYC
 # 9004): eleven quantisations lie within 0.7 and 1.4 of this.
-WEIGHTS_PER_SCANNED_BYTE, LAYER_S, HOP_S = 0.18, 60e-6, 250e-6
+WEIGHTS_PER_SCANNED_BYTE, LAYER_S, HOP_S = 0.2, 60e-6, 250e-6
 TOKEN_S_PER_VOCAB = 20e-9  # sampling on the leader
 ASSUMED_LINK = LinkFacts(rtt_ns=500_000, bytes_per_s=110_000_000)  # until it is measured: 1 Gbit/s
 
@@ -1568,6 +1570,7 @@ def model_costs(shape: ModelShape, context: int, slots: int = 1) -> Costs:
     forward = 4 * batch * used * max(2 * shape.ff_width, shape.ff_width + shape.width) + 2 * outer
     scores = 4 * batch * context * shape.heads
     scratch = 2 * batch * max(context * shape.heads, shape.ff_width * used)  # src1 of a product, as f16 at most
+    words = VOCAB_TOKEN_BYTES[shape.merges]
     values = shape.kv_values or (shape.kv_heads * (shape.key_width + shape.value_width),) * shape.layers
     kv_bytes = tuple(2 * context * count for count in values)
     both = [weights + kv for weights, kv in zip(shape.layer_bytes, kv_bytes, strict=True)]
@@ -1576,9 +1579,9 @@ def model_costs(shape: ModelShape, context: int, slots: int = 1) -> Costs:
         kv_bytes=kv_bytes,
         upto=tuple(itertools.accumulate(both, initial=0)),
         ends_bytes=shape.embedding_bytes + shape.output_bytes,
-        graph_bytes=4 * batch * context + max(scores + 3 * inner, forward) + 64 * KIB,
-        leader_buffer_bytes=4 * (batch + slots) * shape.vocab + 3 * outer,
-        base_bytes=ENGINE_BASE_BYTES + scratch + VOCAB_TOKEN_BYTES * shape.vocab + CONTEXT_CELL_BYTES * context,
+        graph_bytes=4 * batch * context + max(scores + 3 * inner, forward) + 128 * KIB,
+        leader_buffer_bytes=4 * (batch + slots) * shape.vocab + 3 * outer + 128 * KIB,
+        base_bytes=ENGINE_BASE_BYTES + scratch + words * shape.vocab + CONTEXT_CELL_BYTES * context,
     )
 
 
@@ -1701,6 +1704,12 @@ def _node_problem(field: _Field, model: ModelConfig, name: str, wanted: ModelFac
     return ""
 
 
+def most_common_root(copies: Iterable[ModelFacts]) -> str:
+    """The content hash of most of these copies that are whole, of two with as many the lowest; "" without any."""
+    votes = Counter(copy.root for copy in copies if copy.root and not copy.problem)
+    return min(votes, key=lambda root: (-votes[root], root), default="")
+
+
 def _copy_that_counts(field: _Field, model: ModelConfig) -> ModelFacts:
     """The content that every rank must have: the leader's where the TOML names one, else that of most nodes that hold
     the model (ties: lowest hash). One that contradicts the TOML's `sha256` is no copy at all. Nodes that may not hold
@@ -1718,13 +1727,16 @@ def _copy_that_counts(field: _Field, model: ModelConfig) -> ModelFacts:
         found = "; ".join(f"{name}: {copies[name].problem or 'not there'}" for name in copies if name in allowed)
         hint = "copy the file to one box, under the TOML's folder or one of model_dirs"
         raise _plan_error(model, f"no node has a whole copy of {model.path} ({found:.4000})", hint)
-    votes = Counter(copy.root for copy in whole.values() if copy.root)
-    root = min(votes, key=lambda value: (-votes[value], value), default="")
-    if model.leader in whole and whole[model.leader].root:
-        root = whole[model.leader].root
+    root = whole[model.leader].root if model.leader in whole else ""
+    root = root or most_common_root(whole.values())
     wanted = next((copy for copy in whole.values() if copy.root == root), next(iter(whole.values())))
     takers = [name for name, copy in copies.items() if name in allowed and to_fetch(config, model, copy, wanted)]
-    if len(votes) > 1 and takers and not model.sha256 and model.leader not in whole:
+    if (
+        len({copy.root for copy in whole.values() if copy.root}) > 1
+        and takers
+        and not model.sha256
+        and model.leader not in whole
+    ):
         held = ", ".join(f"{name} has {copy.root[:8]}" for name, copy in whole.items() if copy.root)
         what = f"{takers[0]} has to fetch {model.path}, but the copies differ: {held}"
         raise _plan_error(model, what, "say which one is right: `sha256` of the model, as sha256sum prints it")
@@ -2524,6 +2536,8 @@ def _on_tick(ring: Ring, event: Event, now: float) -> _Step:
     """Time alone: deadlines, the end of a pause, and old restarts that no longer count."""
     if ring.restarts and now - ring.restarts[0] > RESTART_MEMORY_S:
         ring = replace(ring, restarts=ring.restarts[1:])
+        if not ring.restarts and ring.phase == Phase.SERVING:
+            ring = replace(ring, last_trouble="")
     drained = ring.phase == Phase.DRAINING and event.idle
     if not drained and (not ring.deadline or now < ring.deadline):
         return ring, ()
@@ -2768,41 +2782,59 @@ class Snapshot:
 
 # --- diagnosis: an engine's end in one sentence (pure) ------------------------------------------------
 
-# What Prima bdf9d8e7 prints, and what a person should read; the first that fits wins.
+OUT_OF_MEMORY = "out of memory: lower this node's cap, the context or the layers"
+# What Prima bdf9d8e7 and the loader print, and what a person should read; the first that fits wins.
 _DIAGNOSES = (
     (r"Error binding/connecting .* socket.*Address already in use", "its port is taken by another process"),
     (r"couldn't bind|bind\(\).*in use", "its HTTP port is taken by another process"),
     (
-        r"out of memory|failed to allocate|unable to allocate|cudaMalloc failed|bad_alloc",
-        "out of memory: lower this node's cap, the context or the layers",
+        r"out of memory|failed to allocate|unable to allocate|cudaMalloc failed|bad_alloc|Cannot allocate memory",
+        OUT_OF_MEMORY,
     ),
-    (r"data is not within the file bounds", "the model file is cut short: copy it again"),
-    (r"unknown model architecture: '?([^'\s]+)", "this Prima does not know the model's architecture"),
+    (
+        r"data is not within the file bounds|failed to read (?:key-value|tensor)",
+        "the model file is cut short: copy it again",
+    ),
+    (r"invalid magic characters", "the model file is no GGUF: copy it again"),
+    (r"unknown model architecture: '?([^'\s]+)", "this Prima does not know the model's architecture, {}"),
+    (r"failed to open '(.*)': 'No such file", "the model file is missing"),
+    (r"failed to open '.*': 'Permission denied'", "the model file may not be read by this user"),
     (r"failed to load model from|failed to open", "the model could not be loaded"),
-    (r"CUDA driver version is insufficient", "the NVIDIA driver is older than the engine's CUDA wants"),
-    (r"error while loading shared libraries: (\S+)", "a shared library is missing: set [engine] lib"),
+    (r"CUDA driver version is insufficient", "the NVIDIA driver is older than the engine's CUDA wants: update it"),
+    (r"no kernel image is available", "the engine was built for another kind of NVIDIA card"),
+    (r"error while loading shared libraries: ([^\s:]+)", "a shared library is missing, {}: set [engine] lib"),
+    (r"version `(\S+?)' not found", "the engine was built on a newer system: it wants {}"),
     (r"GGML_ASSERT.*should_profile", "it met a ring that was already running"),
-    (r"error: (?:unknown|invalid) argument: (\S+)", "it does not know one of the flags in `args`"),
+    (r"error: (?:unknown|invalid) argument: (\S+)", "it does not know one of the flags in `args`, {}"),
 )
 _SIGNALS = {
     4: "illegal instruction: the binary was built for another processor",
     6: "it aborted",
-    9: "killed (by the kernel for lack of memory, or by hand)",
+    9: "killed by hand",
     11: "it crashed (segmentation fault)",
     15: "it was told to end",
 }
 
 
-def diagnose(code: int, tail: Sequence[str]) -> str:
-    """One sentence on an engine's exit, with the line that shows it. `code`: negative for a signal."""
+def diagnose(code: int, tail: Sequence[str], oom_kills: int | None = None) -> str:
+    """One sentence on an engine's exit, with the line that shows it. `code`: negative for a signal. `oom_kills`: what
+    the kernel killed for lack of memory while the engine ran; None where it does not tell."""
     for pattern, words in _DIAGNOSES:
         for line in reversed(tail):
-            if re.search(pattern, line):
-                return f"{words} [{line.strip()[:160]}]"
+            if found := re.search(pattern, line):
+                return f"{words.format(*(group[:40] for group in found.groups()))} [{line.strip()[:160]}]"
     number = -code if code < 0 else max(0, code - 128)
     words = _SIGNALS.get(number, f"signal {number}" if number else f"it ended with exit code {code}")
+    if number == 9 and oom_kills != 0:
+        words = f"killed by the kernel, {OUT_OF_MEMORY}" if oom_kills else "killed (for lack of memory, or by hand)"
     last = next((f" [{line.strip()[:160]}]" for line in reversed(tail) if line.strip()), "")
     return words if number in (9, 15) else words + last  # killed: its own output says nothing about that
+
+
+def why(view: ModelView) -> str:
+    """Why a model does not answer: what it waits for, and what broke before."""
+    before = view.last_trouble if view.last_trouble != view.reason else ""
+    return "; before that: ".join(filter(None, (view.reason, before)))
 
 
 # ======================================================================================================
@@ -2878,6 +2910,12 @@ def probe_memory(root: str = "/") -> MemoryFacts:
     return MemoryFacts(total_bytes=total, available_bytes=free, source=source)
 
 
+def oom_kills(root: str = "/") -> int | None:
+    """How many processes the kernel has killed for lack of memory (Linux 4.13); None where it does not tell."""
+    found = re.search(r"^oom_kill (\d+)$", _read_text(root, "proc/vmstat"), re.MULTILINE)
+    return int(found[1]) if found else None
+
+
 def macos_memory(total: int, vm_stat: str) -> MemoryFacts:
     """Free and droppable pages, from the output of `vm_stat`."""
     page = re.search(r"page size of (\d+) bytes", vm_stat)
@@ -2899,23 +2937,23 @@ def probe_cores(root: str = "/", affinity: int = 0) -> int:
 
 
 def _scan_rate(pieces: Sequence[tuple[int, int]], seconds: float) -> float:
-    """Bytes a second that as many threads read, each its own piece of memory (address, size) from end to end; the best
-    round counts. memchr() reads as wide as the processor can, and runs beside the interpreter's lock."""
+    """Bytes a second that as many threads read, each its own piece of memory (address, size) again and again. memchr()
+    reads as wide as the processor can, and runs beside the interpreter's lock; a thread's own time does not count what
+    other programs take of the processor."""
     scan = ctypes.CDLL(None).memchr
     scan.argtypes, scan.restype = (ctypes.c_void_p, ctypes.c_int, ctypes.c_size_t), ctypes.c_void_p
-    times = max(1, 16 * MIB // pieces[0][1])
+    times, deadline = max(1, 8 * MIB // pieces[0][1]), time.perf_counter() + seconds
 
-    def read(piece: tuple[int, int]) -> None:
-        for _ in range(times):
-            scan(piece[0], 7, piece[1])
+    def rate(piece: tuple[int, int]) -> float:
+        started, count = time.thread_time(), 0
+        while not count or time.perf_counter() < deadline:
+            for _ in range(times):
+                scan(piece[0], 7, piece[1])
+            count += times
+        return count * piece[1] / max(1e-6, time.thread_time() - started)
 
-    best, deadline = 0.0, time.perf_counter() + seconds
     with ThreadPoolExecutor(len(pieces)) as pool:
-        while time.perf_counter() < deadline:
-            started = time.perf_counter()
-            list(pool.map(read, pieces))
-            best = max(best, times * sum(size for _, size in pieces) / (time.perf_counter() - started))
-    return best
+        return sum(pool.map(rate, pieces))
 
 
 def measure_speed(cores: int, available_bytes: int) -> SpeedFacts:
@@ -3595,6 +3633,12 @@ def port_owner_hint(port: int) -> str:
                         owner = f"{file.read().strip()} (pid {pid})"
                     return f"port {port} is used by {owner}; end it or choose another port"
     return f"is port {port} taken?"
+
+
+def port_owners(wiring: RankWiring) -> str:
+    """Who holds ports that this rank needs, as far as that can be seen."""
+    hints = map(port_owner_hint, filter(None, (wiring.data_port, wiring.signal_port, wiring.http_port)))
+    return "; ".join(hint for hint in hints if "is used by" in hint)
 
 
 def check_ports_free(wiring: RankWiring) -> None:
@@ -5283,6 +5327,7 @@ LAUNCH_S = 60.0  # from the request to the engine's exec; a slow stick or a swap
 ANSWER_S = 30.0  # a keeper's answer to anything else
 CLOSE_S = 10.0  # the wait for the end of what was told to end, or killed; longer, and it hangs in the kernel
 LOG_CLOSE_S = 2.0  # how long the log waits for the end of the output, which somebody may hold open
+MARK = "SHARDBOX_RUN"  # in an engine's environment: which `up` started it
 LOG_BYTES = 64 * KIB  # of output read at once, and kept in memory
 LAUNCH_HINTS = {
     errno.ENOENT: "if the file is there, the loader or interpreter that it asks for is not (`file` names it)",
@@ -5673,6 +5718,24 @@ def process_identity(pid: int) -> str:
     return subprocess.getoutput(f"/bin/ps -o lstart= -p {pid:d}").strip()
 
 
+def stop_marked(mark: str) -> int:
+    """Kill every process that was started with `mark` in its environment, and wait, bounded; how many there were.
+    Linux: elsewhere what an engine forks into a session of its own is not found."""
+    entry, killed, deadline = f"{MARK}={mark}".encode(), set[int](), time.monotonic() + CLOSE_S
+    while time.monotonic() < deadline:
+        found = set()
+        for pid in map(int, filter(str.isdigit, os.listdir("/proc") if sys.platform == "linux" else [])):
+            with contextlib.suppress(OSError), open(f"/proc/{pid}/environ", "rb") as file:
+                if entry in file.read().split(b"\0"):  # a dead one has none
+                    found.add(pid)
+                    _kill(pid)
+        if not found:
+            break
+        killed |= found
+        time.sleep(0.02)
+    return len(killed)
+
+
 def stop_leftover(pid: int, identity: str) -> bool:
     """Kill the group of an engine left by a crash; wait, bounded. False: it is not that process."""
     if not identity or process_identity(pid) != identity:
@@ -5707,6 +5770,10 @@ class CappedLog:
         """Wait for the end of the output, then, or after LOG_CLOSE_S, write no more. May be called again."""
         self._thread.join(LOG_CLOSE_S)
         self._closed = True
+
+    def note(self, line: str) -> None:
+        """A line of our own, after close()."""
+        self._write(f"shardbox: {line}\n".encode())
 
     def _run(self) -> None:
         while not self._closed and (chunk := os.read(self._input, LOG_BYTES)):
@@ -6330,6 +6397,13 @@ class Peers:
         peer = self.known.get(name)
         return time.monotonic() - peer.last_seen if peer and peer.last_seen else 0.0
 
+    def places(self, names: Iterable[str]) -> tuple[object, ...]:
+        """Where these nodes are now; this one by all its addresses."""
+        return tuple(
+            self.known[name].target if name in self.known and name != self._box.name else self._box.facts.addresses
+            for name in names
+        )
+
     def target(self, name: str) -> Target:
         """Where to reach a node now. Raises MeshError where it never answered."""
         peer = self.known.get(name)
@@ -6477,6 +6551,7 @@ class RankRun:
     rank: int
     wiring: RankWiring
     started_as: ModelConfig  # its [[models]] entry then
+    oom_kills: int = 0  # by the kernel, until then
     phase: str = "prepared"
     engine: EngineProcess | None = None
     log: CappedLog | None = None
@@ -6622,13 +6697,14 @@ class Library:
         if copy.model:
             self._surveyor.receiving[copy.model] = copy.root
         log.info("copy of %s: begun", copy.label)
+        begun = time.monotonic()
         running = asyncio.ensure_future(self._box.in_thread(copy.run))
         try:
             said, told = 0.0, False
             while not running.done():
                 if copy.landing is not None and not told:
                     told = True
-                    note_in_ledger(self._box.folder, [f"{path}.part" for path in copy.landing.own])
+                    self._note([f"{path}.part" for path in copy.landing.own])
                     await self._refresh()  # the others learn that they can have of it
                 if time.monotonic() - said > 10.0:
                     said = time.monotonic()
@@ -6636,14 +6712,23 @@ class Library:
                 await asyncio.wait({running}, timeout=0.5)
             await running
             if copy.landing is not None and copy.state == "landed":
-                note_in_ledger(self._box.folder, copy.landing.own)
+                self._note(copy.landing.own)
                 hashes = [file.hashes for file in copy.landing.listing.files]
-                await self._box.in_thread(self._surveyor.landed, copy.model, copy.landing.paths, hashes)
+                with contextlib.suppress(OSError):  # then they are read again
+                    await self._box.in_thread(self._surveyor.landed, copy.model, copy.landing.paths, hashes)
         finally:
             self._surveyor.receiving.pop(copy.model, None)
             await self._refresh()
             copy.state = "done" if copy.state == "landed" else "failed"
-        log.info("copy of %s: %s", copy.label, copy.problem or "whole, and in place")
+        seconds, size = time.monotonic() - begun, copy.view().done_bytes
+        rate = f"{format_size(size)} in {format_duration(seconds)}, {format_size(int(size / seconds))}/s"
+        log.info("copy of %s: %s", copy.label, copy.problem or f"whole, and in place ({rate})")
+
+    def _note(self, paths: Sequence[str]) -> None:
+        try:
+            note_in_ledger(self._box.folder, paths)
+        except OSError as error:
+            log.warning("`models --prune` will not know of %s: %s", ", ".join(paths), error)
 
     async def reread(self, model: ModelConfig) -> dict[str, str]:
         """See Surveyor.reread."""
@@ -6701,7 +6786,9 @@ class RankHost:
         self._library = library
         self.exits: collections.deque[str] = collections.deque(maxlen=8)
         self._claims: dict[str, Lease] = {}  # which proposer may form a ring now, by model
+        self._mark = secrets.token_hex(16)
         self._box, self._spawner, self._peers, self._on_trouble = box, spawner, peers, on_trouble
+        self._record()
 
     async def answer(self, verb: str, body: Mapping[str, Any], proposer: str) -> Any:
         """What a proposer, be it this node or a peer, asks of the rank here: fetch | prepare | launch | lease |
@@ -6765,6 +6852,7 @@ class RankHost:
         ports, engine = box.settings.ports, box.settings.engine
         wiring = wire_rank(plan, mine.rank, ports=ports, engine=engine, model=model, path=path)
         self.runs[name] = RankRun(lease=lend(None), plan=plan, rank=mine.rank, wiring=wiring, started_as=model)
+        self.runs[name].oom_kills = oom_kills() or 0
 
     async def _launch(self, run: RankRun) -> None:
         """Start the engine, and its wires as the far ranks come up; once, however often it is asked for."""
@@ -6816,7 +6904,7 @@ class RankHost:
 
     def _command(self, run: RankRun) -> tuple[list[str], dict[str, str]]:
         """The engine's argv and environment."""
-        box, role, extra = self._box, run.wiring.role, {}
+        box, role, extra = self._box, run.wiring.role, {MARK: self._mark}
         if box.rehearses:
             shape = {key: getattr(run.plan.shape, key) for key in ("layers", "width", "vocab")}
             extra["SHARDBOX_REHEARSE"] = json.dumps({**shape, "name": run.plan.model})
@@ -6842,7 +6930,11 @@ class RankHost:
         if code == 0 and any("No layer is assigned to me" in line for line in tail):
             run.problem = "took no layers and left, as the engine's own scheduler told it"
             return
-        run.problem = diagnose(code, tail)
+        killed = oom_kills()
+        run.problem = diagnose(code, tail, None if killed is None else killed - run.oom_kills)
+        if "port is taken" in run.problem:
+            run.problem += await self._box.in_thread(port_owners, run.wiring)
+        run.log.note(run.problem)
         text = f"rank {run.rank} ({self._box.name}) of {run.plan.model}: {run.problem}"
         self.exits.appendleft(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {text}")
         self._on_trouble(run, text)
@@ -6983,9 +7075,10 @@ class RankHost:
     def _record(self) -> None:
         """Write down which engines run, so that the next `up` can stop what this one may leave."""
         pids = [run.engine.pid for run in self.runs.values() if run.engine and not run.exited.is_set()]
-        running = [{"pid": pid, "identity": process_identity(pid)} for pid in pids]
+        engines = [{"pid": pid, "identity": process_identity(pid)} for pid in pids]
+        record = json.dumps({"mark": self._mark, "engines": engines})
         try:
-            write_atomic(os.path.join(self._box.folder, "engines.json"), json.dumps(running).encode())
+            write_atomic(os.path.join(self._box.folder, "engines.json"), record.encode())
         except OSError as error:
             log.warning("cannot record running engines: %s", error)
 
@@ -7161,12 +7254,15 @@ class Rings:
         """Renew every lease, and see that every rank lives and, while the ring has something to do, that it does."""
         views = self.ranks[model] = {}
         engine, traffic, heard = self._box.config.engine, self.traffic[model], dict[str, float]()
-        pace = Pulse(pause_s=self.pauses.get(model))
+        pace, places = Pulse(pause_s=self.pauses.get(model)), None
         while True:
             await asyncio.gather(*(self._look(rank, effect, heard) for rank in effect.plan.ranks))
             serving = self.rings[model].phase in (Phase.SERVING, Phase.DRAINING)
             sign = f"{sign_of_life([*views.values()])}/{traffic.answered_at}"
             pace = pace.seen(sign, time.monotonic(), asked=not serving or traffic.in_flight > 0)
+            places, before = self._peers.places(rank.node for rank in effect.plan.ranks), places
+            if serving and before not in (None, places):  # its wires may be dead, and nobody would notice
+                self.doubt(model, "an address changed")
             if serving:  # how long it pauses while it loads says nothing about answers
                 self.pauses[model] = pace.pause_s
             stall_s = pace.stall_s(engine.stall_min_s if serving else engine.stall_max_s, engine.stall_max_s)
@@ -7191,6 +7287,36 @@ class Rings:
         self.ranks[effect.plan.model][rank.node] = view
         if view.phase == "exited" and view.exit_code != 0:
             raise EngineError(f"{name}: {view.problem or f'exit {view.exit_code}'}")
+
+    def doubt(self, model: str, reason: str) -> None:
+        """A ring that serves may be broken: ask it for a token. Only then: a probe can cost somebody's prompt cache."""
+        ring = self.rings.get(model)
+        if ring and ring.phase == Phase.SERVING and ring.plan:
+            log.info("model %s: asked for a token, because %s", model, reason)
+            self._run(Effect(kind="doubt", generation=ring.generation, plan=ring.plan), self._ask_again)
+
+    async def _ask_again(self, model: str, effect: Effect) -> None:
+        """One token of the free slot with the shortest prompt; a busy ring shows by itself whether it works."""
+        run, traffic = self._host.get(model, effect.generation), self.traffic[model]
+        assert run.session is not None
+        path, body = "/v1/embeddings", dict[str, Any](input="Hi")
+        traffic.in_flight += 1  # so that a hang is one
+        try:
+            if not run.started_as.embeddings:
+                async with run.session.get("http://engine/slots") as reply:
+                    slots = [slot for slot in await reply.json(content_type=None) if not slot.get("state")]
+                if not slots:
+                    return
+                free = min(slots, key=lambda slot: len(str(slot.get("prompt") or "")))
+                path, body = "/completion", {"prompt": "Hi", "n_predict": 1, "id_slot": free.get("id", -1)}
+            async with run.session.post(f"http://engine{path}", json=body) as reply:
+                await reply.read()
+        except (aiohttp.ClientError, OSError, ValueError) as error:
+            raise EngineError(f"no answer when asked again: {error!r}", where=f"model {model}") from None
+        finally:
+            traffic.in_flight -= 1
+        if reply.status != 200:
+            raise EngineError(f"answered {reply.status} when asked again", where=f"model {model}")
 
     def lagging(self, model: str) -> str:
         """Which ranks have not come up yet, for a deadline's message."""
@@ -7853,6 +7979,19 @@ def all_copies(node: Node) -> tuple[CopyView, ...]:
     return (*(copy.view() for copy in node.library.copies.values()), *others)
 
 
+def wrong_copies(model: ModelConfig, facts: Sequence[NodeFacts]) -> list[str]:
+    """One warning for each node whose file is not what the others, the leader or the TOML say that it should be."""
+    copies = {node.name: node.model(model.name) for node in facts}
+    right = copies[model.leader].root if model.leader in copies and not copies[model.leader].problem else ""
+    right = right or most_common_root(copies.values())
+    wrong = {name: copy for name, copy in copies.items() if copy.root and (copy.problem or copy.root != right)}
+    end = f"`shardbox pull {model.name} --replace` on that box mends it"
+    return [
+        f"{name}: {copy.problem or f'{copy.path} has other bytes ({copy.root[:8]}, not {right[:8]})'}; {end}"
+        for name, copy in wrong.items()
+    ]
+
+
 def snapshot(node: Node) -> Snapshot:
     """Everything that `status` shows."""
     box, peers, api = node.box, peer_views(node), api_url(node.box.config, node.box.settings)
@@ -7865,6 +8004,7 @@ def snapshot(node: Node) -> Snapshot:
     opened = sorted({f"{rank.node}: {rank.isolation_problem}" for rank in ranks})
     warnings = [
         *node.warnings.values(),
+        *(text for model in box.config.models for text in wrong_copies(model, node.all_facts())),
         *([f"anybody who reaches {api} can use it: set [api] keys_file"] if box.config.api.open else []),
         *([f"shardbox.toml differs on {', '.join(differing)}"] if differing else []),
         *(f"the engine's ports are open on {text}" for text in opened),
@@ -8547,7 +8687,7 @@ def retold(body: bytes) -> ApiError:
 def not_ready(node: Node, model: str) -> RingError:
     """503 while a model does not answer: the phase, and why."""
     view = best_view(node, model)
-    return RingError(503, f"{model} is {view.phase}" + (f": {view.reason}" if view.reason else ""), "model_not_ready")
+    return RingError(503, f"{model} is {view.phase}" + (f": {text}" if (text := why(view)) else ""), "model_not_ready")
 
 
 async def pass_on(
@@ -8608,6 +8748,7 @@ async def answer_model(
                 return await pass_on(request, response, answer.stream(first, events), model.name)
             return web.json_response(await answer.whole(first, events))
     except (aiohttp.ClientError, EngineError) as error:
+        node.rings.doubt(model.name, f"an answer broke off: {breakage(error)}")
         text = f"the ring of {model.name} broke while it answered: {breakage(error)}"
         raise RingError(503, text, "ring_lost") from None
     finally:
@@ -8784,7 +8925,7 @@ def judge_model(view: ModelView) -> tuple[int, str]:
         )
     if view.phase == Phase.STOPPED:
         return OK, f"{view.model} {view.reason or 'stopped'}"
-    reason = view.reason or view.last_trouble or "no reason known"
+    reason = why(view) or "no reason known"
     if view.phase == Phase.FAILED:
         return CRITICAL, f"{view.model} failed: {reason}"
     if view.phase == Phase.SERVING:
@@ -8903,7 +9044,8 @@ def status_text(snapshot: Snapshot, verbose: bool = True) -> str:
         f"up {format_duration(snapshot.seconds_up)}, endpoint {snapshot.api}"
     )
     for view in snapshot.models:
-        lines += ["", f"model {view.model}: {view.phase}" + (f", {view.reason}" if view.reason else "")]
+        told = "" if view.phase in (Phase.SERVING, Phase.STOPPED) else why(view)
+        lines += ["", f"model {view.model}: {view.phase}" + (f", {told or view.reason}" if told or view.reason else "")]
         if view.plan:
             seen = f"; seen {view.tokens_per_s:.1f} tok/s" if view.tokens_per_s else ""
             lines += [f"  {view.plan.reason}", *(f"  {text}{seen}" for text in [speed_text(view.plan)] if text or seen)]
@@ -9272,10 +9414,11 @@ def stop_leftovers(folder: str) -> None:
     """Stop engines that an earlier run left behind, recognised by their recorded identity."""
     try:
         with open(os.path.join(folder, "engines.json"), "rb") as file:
-            entries = json.load(file)
-        for entry in entries:
-            if stop_leftover(int(entry["pid"]), str(entry["identity"])):
-                log.warning("stopped an engine left over from an earlier run (pid %s)", entry["pid"])
+            record = json.load(file)
+        left = [entry for entry in record["engines"] if stop_leftover(int(entry["pid"]), str(entry["identity"]))]
+        count = len(left) + (stop_marked(record["mark"]) if re.fullmatch("[0-9a-f]{32}", record["mark"]) else 0)
+        if count:
+            log.warning("stopped %d processes of engines left over from an earlier run", count)
     except FileNotFoundError:
         return
     except (OSError, ValueError, KeyError, TypeError) as error:
@@ -9508,18 +9651,12 @@ def cmd_models(config: Config, name: str, as_json: bool, prune: bool, yes: bool)
         print(json.dumps({"models": rows}, indent=2))
         return 0
     shown = [
-        (model.name, node.name, copy_state(copy, copy.root and most_common_root(facts, model.name)),
+        (model.name, node.name, copy_state(copy, most_common_root(other.model(model.name) for other in facts)),
          format_size(copy.size_bytes) if copy.size_bytes else "-", copy.root[:16] or "-", copy.path or model.path)
         for node, model, copy in held
     ]  # fmt: skip
     print(table(("MODEL", "NODE", "STATE", "SIZE", "CONTENT", "FILE"), shown))
     return 0
-
-
-def most_common_root(facts: Sequence[NodeFacts], model: str) -> str:
-    """The content hash that most boxes have."""
-    votes = Counter(copy.root for node in facts if (copy := node.model(model)).root and not copy.problem)
-    return min(votes, key=lambda root: (-votes[root], root), default="")
 
 
 def copy_state(copy: ModelFacts, common: str) -> str:

@@ -93,7 +93,8 @@ def write_model(path: Path, size: int, seed: int = 1) -> Path:
     """A model of about `size` bytes, whose weights are noise, so that no two of its chunks are alike."""
     tensors = [("token_embd.weight", (64, size // 128), "F16"), *llama_tensors()[1:]]
     data = write_gguf(llama_metadata(), tensors)
-    noise = random.Random(seed).randbytes(size - MIB)
+    source, left = random.Random(seed), size - MIB
+    noise = b"".join(source.randbytes(min(64 * MIB, left - at)) for at in range(0, left, 64 * MIB))
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_bytes(data[: len(data) - len(noise)] + noise)
     return path

@@ -23,7 +23,16 @@ from typing import Any
 import pytest
 
 import shardbox
-from shardbox import CappedLog, EngineError, EngineProcess, Spawner, Usage, process_identity, stop_leftover
+from shardbox import (
+    CappedLog,
+    EngineError,
+    EngineProcess,
+    Spawner,
+    Usage,
+    process_identity,
+    stop_leftover,
+    stop_leftovers,
+)
 
 DEADLINE_S = 20.0
 NODE_ENV = {"PYTHONPATH": str(Path(shardbox.__file__).parent)}
@@ -73,7 +82,8 @@ from shardbox import Spawner
 spawner = Spawner.start()
 threading.Thread(target=threading.Event().wait, daemon=True).start()
 def run(isolate):
-    e = spawner.spawn(argv=[sys.executable, "-c", sys.argv[1]], env={}, cwd="/", isolate=isolate)
+    env = {key: value for key, value in os.environ.items() if key == "SHARDBOX_RUN"}
+    e = spawner.spawn(argv=[sys.executable, "-c", sys.argv[1]], env=env, cwd="/", isolate=isolate)
     line = b""
     while not line.endswith(b"\\n"): line += os.read(e.output, 1000)
     return [e, [spawner._pid, e._keeper, *map(int, line.split()[1:])]]
@@ -438,6 +448,32 @@ def test_stop_leftover_kills_only_the_process_it_was_told_of() -> None:
         assert stranger.wait(DEADLINE_S) == -signal.SIGKILL
         assert process_identity(stranger.pid) == ""
         assert not stop_leftover(stranger.pid, identity)
+
+
+def test_leftovers_that_moved_out_of_their_session_are_found_when_all_were_killed_at_once(tmp_path: Path) -> None:
+    """Node, spawner and keepers killed in one blow: the kernel ends the engines, nobody their children."""
+    mark, other = "ab" * 16, "cd" * 16
+    argv = [sys.executable, "-c", NODE, STUBBORN]
+    with (
+        subprocess.Popen(argv, env={**NODE_ENV, "SHARDBOX_RUN": mark}, stdout=subprocess.PIPE, text=True) as node,
+        subprocess.Popen([sys.executable, "-c", HOLD], env={"SHARDBOX_RUN": other}, stdout=subprocess.PIPE) as stranger,
+    ):
+        assert node.stdout is not None
+        groups = json.loads(node.stdout.readline())
+        helpers = [node.pid, groups[0][0], *(group[1] for group in groups)]
+        children = [pid for group in groups for pid in group[3:]]
+        for number in (signal.SIGSTOP, signal.SIGKILL):  # stopped, nobody can tidy up for another
+            for pid in helpers:
+                os.kill(pid, number)
+        until(lambda: not any(alive(group[2]) for group in groups), "the engines end")
+        assert all(map(alive, children)), "or there is nothing to find"
+
+        (tmp_path / "engines.json").write_text(json.dumps({"mark": mark, "engines": []}))
+        stop_leftovers(str(tmp_path))
+
+        assert not any(map(alive, children))
+        assert stranger.poll() is None
+        stranger.kill()
 
 
 def logged(path: Path, sent: bytes, **how: int) -> CappedLog:

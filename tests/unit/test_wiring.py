@@ -199,7 +199,22 @@ def test_environment_leaves_its_arguments_alone() -> None:
         (-6, ["terminate called after throwing an instance of 'std::bad_alloc'"], "out of memory"),
         (1, ["ggml_backend_cpu_buffer_type_alloc_buffer: failed to allocate buffer of size 9"], "out of memory"),
         (1, ["tensor 'blk.3' data is not within the file bounds, model is corrupted"], "the model file is cut short"),
-        (1, ["error loading model: unknown model architecture: 'qwen9'"], "this Prima does not know the model's"),
+        (1, ["error loading model: unknown model architecture: 'qwen9'"], "this Prima does not know the model's "),
+        (134, ["gguf_init_from_file: failed to read key-value pairs"], "the model file is cut short"),
+        (134, ["gguf_init_from_file: invalid magic characters 'hell'"], "the model file is no GGUF"),
+        (
+            134,
+            ["gguf_init_from_file: failed to open 'absent.gguf': 'No such file or directory'"],
+            "the model file is missing",
+        ),
+        (134, ["gguf_init_from_file: failed to open 'm.gguf': 'Permission denied'"], "the model file may not be read"),
+        (139, ["llm_load_tensors: error loading model: mmap failed: Cannot allocate memory"], "out of memory"),
+        (1, ["CUDA error: no kernel image is available for execution on the device"], "the engine was built for anoth"),
+        (
+            1,
+            ["llama-cli: /lib/x86_64-linux-gnu/libc.so.6: version `GLIBC_2.38' not found (required by llama-cli)"],
+            "the engine was built on a newer system: it wants GLIBC_2.38",
+        ),
         (1, ["llama_load_model_from_file: failed to load model from /m.gguf"], "the model could not be loaded"),
         (1, ["gguf_init_from_file: failed to open '/m.gguf'"], "the model could not be loaded"),
         (1, ["CUDA driver version is insufficient for CUDA runtime version"], "the NVIDIA driver is older"),
@@ -218,8 +233,8 @@ def test_diagnose_known_output_gives_words_and_the_line(code: int, tail: list[st
 @pytest.mark.parametrize(
     ("code", "tail", "found"),
     [
-        (-9, ["all fine"], "killed (by the kernel for lack of memory, or by hand)"),
-        (137, ["all fine"], "killed (by the kernel for lack of memory, or by hand)"),
+        (-9, ["all fine"], "killed (for lack of memory, or by hand)"),
+        (137, ["all fine"], "killed (for lack of memory, or by hand)"),
         (-15, ["all fine"], "it was told to end"),
         (143, [], "it was told to end"),
         (-11, ["ggml: row 3", ""], "it crashed (segmentation fault) [ggml: row 3]"),
@@ -236,6 +251,21 @@ def test_diagnose_known_output_gives_words_and_the_line(code: int, tail: list[st
 )
 def test_diagnose_exit_code_alone_gives_words(code: int, tail: list[str], found: str) -> None:
     assert diagnose(code, tail) == found
+
+
+@pytest.mark.parametrize("code", [-9, 137])
+def test_diagnose_killed_asks_whether_the_kernel_did_it(code: int) -> None:
+    assert (
+        diagnose(code, ["x"], 1)
+        == "killed by the kernel, out of memory: lower this node's cap, the context or the layers"
+    )
+    assert diagnose(code, ["x"], 0) == "killed by hand"
+    assert diagnose(-11, [], 1) == "it crashed (segmentation fault)"
+
+
+def test_diagnose_names_what_the_line_names() -> None:
+    assert "architecture, qwen9 [" in diagnose(134, ["unknown model architecture: 'qwen9'"])
+    assert "missing, libzmq.so.5: " in diagnose(127, ["error while loading shared libraries: libzmq.so.5: cannot"])
 
 
 def test_diagnose_first_cause_wins_over_what_follows_from_it() -> None:
