@@ -6442,6 +6442,8 @@ class Peers:
             if isinstance(error.__cause__, MeshError):
                 raise error.__cause__ from None
             raise MeshError(f"the connection broke ({error or type(error).__name__})", where=target[0]) from None
+        if isinstance(to, str):  # whoever answers lives, though the next question may hang at an address of before
+            self.known[to].last_seen = time.monotonic()
         if reply.status == 200:
             return data
         said = data.get("error") if isinstance(data, dict) else None
@@ -7312,6 +7314,9 @@ class Rings:
             async with run.session.post(f"http://engine{path}", json=body) as reply:
                 await reply.read()
         except (aiohttp.ClientError, OSError, ValueError) as error:
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(run.exited.wait(), WIRE_GRACE_S)
+                return  # what is told of its end says more
             raise EngineError(f"no answer when asked again: {error!r}", where=f"model {model}") from None
         finally:
             traffic.in_flight -= 1
