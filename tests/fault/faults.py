@@ -259,12 +259,12 @@ def fill(trial: Trial) -> None:
 
 
 def read_only(trial: Trial) -> None:
-    """From now on nothing can be opened for writing there."""
+    """From now on the node, in whose view of the disks it happens, can open nothing for writing there."""
     host = trial.cluster.host("beta")
-    state = str(host.folder / "attic")
-    tool("mount", "--bind", state, state)
-    trial.undo.callback(tool, "umount", state)
-    tool("mount", "-o", "remount,bind,ro", state)
+    assert host.up_process
+    inside, state = ("nsenter", "-t", str(host.up_process.pid), "-m", "mount"), str(host.folder / "attic")
+    tool(*inside, "--bind", state, state)
+    tool(*inside, "-o", "remount,bind,ro", state)
     kill_engine(trial, host)
 
 
@@ -477,7 +477,7 @@ FAULTS = (
     Fault(name="model with other bytes", starting=True, says="other bytes", act=other_bytes, mend=take_away),
     Fault(name="model cut short", starting=True, says="gamma", act=cut_short, mend=take_away),
     Fault(name="model missing, copied", starting=True, says="gamma|cop", act=no_model),
-    Fault(name="engine's port taken", starting=True, before=open_engine, says="port.*taken|taken.*python",
+    Fault(name="engine's port taken", starting=True, before=open_engine, says="port 9001 cannot be had",
           act=on("worker", take_port, 9001), mend=take_away),
     Fault(name="mesh port taken at a start", says="beta", act=mesh_port_taken, mend=port_free),
 )  # fmt: skip
