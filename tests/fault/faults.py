@@ -10,7 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from engine import ABORTED, NO_LAYERS
-from hosts import Host, eventually, model, tool
+from hosts import Host, eventually, model, serves, tool
 from trial import MODEL, PATIENCE_S, Fault, Trial, kill, toml
 
 DAY_S = 86400
@@ -192,6 +192,14 @@ def lose_mdns(trial: Trial) -> None:
     trial.cause.callback(trial.lan.block_multicast, False)
     kill_node(trial, trial.worker)
     trial.worker.up()
+
+
+def mdns_back(trial: Trial) -> None:
+    """Give the node time to be found without multicast; only then there is multicast again."""
+    trial.worker.wait_status(lambda _: True, "the node is up")
+    with contextlib.suppress(AssertionError):
+        trial.worker.wait_status(serves(3), "found without multicast", 6)
+    trial.cause.close()
 
 
 # --- clock --------------------------------------------------------------------------------------------------
@@ -445,7 +453,7 @@ FAULTS = (
     Fault(name="one way cut: nobody hears it", says=LOST_BETA,
           act=on("worker", bad_cable, heard=False), mend=take_away),
     Fault(name="address change", says=LOST_BETA, act=new_address),
-    Fault(name="mDNS lost, a node restarts", says="beta", act=lose_mdns, mend=take_away),
+    Fault(name="mDNS lost, a node restarts", says="beta", act=lose_mdns, mend=mdns_back),
     # clocks
     Fault(name="clock a day ahead", before=own_clock, act=lambda trial: jump(trial, DAY_S)),
     Fault(name="clock a day back", before=own_clock, act=lambda trial: jump(trial, -DAY_S)),

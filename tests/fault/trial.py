@@ -29,7 +29,7 @@ BOUND_S = HOLD_S + 15.0  # a request without an end for so long hangs
 PATIENCE_S = 60.0
 SEEN_S = STALL_MAX_S + 12.0  # until status has to show a fault
 WATCH_S = 0.05
-STEADY_ANSWERS = 3  # of each client, when a fault is not to be noticed
+STEADY_ANSWERS = 2  # of each client, when a fault is not to be noticed
 
 
 def toml(**engine_keys: str) -> str:

@@ -652,3 +652,20 @@ def test_process_that_cron_starts_every_minute_imports_nothing_heavy(toml: str, 
     done = subprocess.run([sys.executable, "-c", code], cwd=folder, capture_output=True, text=True, check=True)
     assert done.stdout.startswith(("SHARDBOX CRITICAL", "shardbox "))
     assert done.stdout.splitlines()[-1] == "[]"
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "", "--json", "--brief --json", "--config a.toml", "--node alpha --config a.toml",
+        "--brief --config a --config b",
+        "--config=a", "--timeout 3", "--json=1", "--config", "--config --json", "--node -x", "surplus", "-- --json",
+    ],
+)  # fmt: skip
+def test_status_read_without_click_is_read_as_click_does(words: str) -> None:
+    args = words.split()
+    found = shardbox.plain_status(args)
+    if found is None:
+        assert re.search(r"=|timeout|--config$|--config --json|-x|surplus|-- ", words)
+    else:
+        assert found == shardbox.build_cli().commands["status"].make_context("status", args).params
