@@ -700,7 +700,7 @@ def test_plan_short_of_memory_runs_in_cycles_only_when_told() -> None:
     assert "overcommit" in refusal(boxes).hint
     found = plan(boxes, overcommit=True)
     assert found.cycles > 1
-    assert found.reason.startswith("memory is short (short by")
+    assert found.reason.startswith("memory is short by ")
     assert sum(rank.layers for rank in found.ranks) == 40
     assert found.paged_bytes > GIB
     assert found.token_s == 0  # the disk's speed is not known
