@@ -1497,8 +1497,14 @@ BETTER = 0.8  # a plan is clearly better when a token takes at most this share o
 
 
 def improvement(old: ModelPlan, new: ModelPlan) -> str:
-    """Why a ring that serves by the old plan should form anew by the new one; "" where that is not worth it: fewer
-    ranks, or as many with (1 - BETTER) of the layers more on cards."""
+    """Why a ring that serves by the old plan should form anew by the new one; "" where that is not worth it: in memory
+    instead of paged from disk, a token in at most BETTER of the time, or, where times are not known, fewer ranks, or as
+    many with (1 - BETTER) of the layers more on cards."""
+    if old.paged_bytes or new.paged_bytes:
+        return "it fits into memory now" if not new.paged_bytes else ""
+    if old.token_s and new.token_s:
+        times = f"{1000 * new.token_s:.3g} ms a token are predicted, instead of {1000 * old.token_s:.3g} ms"
+        return times if new.token_s <= BETTER * old.token_s else ""
     if new.world != old.world:
         fewer = f"{new.world} node{'s' * (new.world > 1)} can serve it now, instead of {old.world}"
         return fewer if new.world < old.world else ""
@@ -2342,7 +2348,7 @@ PROBE_TIMEOUT_S = 120.0  # bounds the one-token answer that makes a ring ready
 LOAD_BASE_S, LOAD_BYTES_PER_S = 120.0, 40e6  # start deadline: a slow disk reads 40 MB/s
 BACKOFF_BASE_S, BACKOFF_CAP_S = 1.0, 16.0  # pause before a ring forms again, doubled at each failure
 QUICK_FAILURES = 6  # this many in a row, and the model is `failed` until an operator starts it
-STEADY_S = 60.0  # a ring that served this long has proved itself: failures count from zero again
+STEADY_S = 30.0  # a ring that served this long has proved itself: failures count from zero again
 RESTART_MEMORY_S = 900.0  # how long `status` warns of a restart
 
 
@@ -6779,7 +6785,12 @@ class RankHost:
     """Grants leases, starts engines with their wires, and stops them. All in the event loop but `open_service`."""
 
     def __init__(
-        self, box: Box, spawner: Spawner, peers: Peers, library: Library, on_trouble: Callable[[RankRun, str], None]
+        self,
+        box: Box,
+        spawner: Spawner,
+        peers: Peers,
+        library: Library,
+        on_trouble: Callable[[RankRun, str, str], None],
     ) -> None:
         self.runs: dict[str, RankRun] = {}  # by model
         self._library = library
@@ -6936,7 +6947,7 @@ class RankHost:
         run.log.note(run.problem)
         text = f"rank {run.rank} ({self._box.name}) of {run.plan.model}: {run.problem}"
         self.exits.appendleft(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {text}")
-        self._on_trouble(run, text)
+        self._on_trouble(run, "trouble", text)
 
     async def _watch_bound(self, run: RankRun, engine: EngineProcess) -> None:
         """Set `bound` once the engine listens on what others will dial."""
@@ -6979,7 +6990,7 @@ class RankHost:
 
         def tell() -> None:
             if run.works:
-                self._on_trouble(run, f"{what}: {reason}")
+                self._on_trouble(run, "lost", f"{what}: {reason}")
 
         if run.works:
             with contextlib.suppress(RuntimeError):  # the loop is closed: the node is ending
@@ -7296,6 +7307,7 @@ class Rings:
 
     async def _ask_again(self, model: str, effect: Effect) -> None:
         """One token of the free slot with the shortest prompt; a busy ring shows by itself whether it works."""
+        await asyncio.sleep(WIRE_GRACE_S + LOG_CLOSE_S)  # an engine that has ended says more
         run, traffic = self._host.get(model, effect.generation), self.traffic[model]
         assert run.session is not None
         path, body = "/v1/embeddings", dict[str, Any](input="Hi")
@@ -7737,17 +7749,17 @@ class Node:
             return f"waiting for {', '.join(missing)} ({left:.0f} s more)"
         return "looking for other nodes" if not declared and now - self.peers.newest < SETTLE_S else ""
 
-    def _on_trouble(self, run: RankRun, text: str) -> None:
-        """A rank here is broken: tell the ring's proposer, which may be this node."""
+    def _on_trouble(self, run: RankRun, kind: str, text: str) -> None:
+        """A rank here is broken, or lost to another: tell the ring's proposer, which may be this node."""
         log.warning("%s", text)
         if run.lease.proposer == self.box.name:
-            self.rings.post(run.plan.model, Event(kind="trouble", generation=run.lease.generation, reason=text))
+            self.rings.post(run.plan.model, Event(kind=kind, generation=run.lease.generation, reason=text))
         else:
-            keep_task(self.box.tasks, self._report(run, text))
+            keep_task(self.box.tasks, self._report(run, kind, text))
 
-    async def _report(self, run: RankRun, reason: str) -> None:
+    async def _report(self, run: RankRun, kind: str, reason: str) -> None:
         try:
-            await self._tell_proposer(run, reason)
+            await self._tell_proposer(run, kind, reason)
         except ShardboxError as error:
             log.info("%s cannot be told (%s): this rank stops", run.lease.proposer, error.what)
             await self.host.release(run, orderly=False)
@@ -7755,11 +7767,11 @@ class Node:
     async def _leave(self, run: RankRun) -> None:
         """Tell the leader of a ring that this node goes, and give it time to stop the ring in order."""
         with contextlib.suppress(ShardboxError, TimeoutError):
-            await self._tell_proposer(run, f"{self.box.name} goes down", leaving="yes")
+            await self._tell_proposer(run, "leaving", f"{self.box.name} goes down")
             await asyncio.wait_for(run.exited.wait(), self.box.config.api.drain_s + RING_STOP_S)
 
-    async def _tell_proposer(self, run: RankRun, reason: str, **more: str) -> None:
-        body = {"model": run.plan.model, "generation": run.lease.generation, "reason": reason, **more}
+    async def _tell_proposer(self, run: RankRun, kind: str, reason: str) -> None:
+        body = {"model": run.plan.model, "generation": run.lease.generation, "kind": kind, "reason": reason}
         await self.peers.call(run.lease.proposer, "POST", "/peer/trouble", body)
 
     # --- running -------------------------------------------------------------------------------------
@@ -8225,7 +8237,8 @@ class PeerService:
         data = await message(request, "model", "generation", "reason")
         ring = self._node.rings.rings.get(data["model"])
         if ring and ring.plan and ring.plan.rank_of(self._caller(request)):
-            kind, reason = "leaving" if data.get("leaving") else "trouble", printable(data["reason"])[:1000]
+            kind = data["kind"] if data.get("kind") in ("leaving", "lost") else "trouble"
+            reason = printable(data["reason"])[:1000]
             grace_s = self._node.box.config.api.drain_s
             event = Event(kind=kind, generation=data["generation"] or "-", reason=reason, grace_s=grace_s)
             self._node.rings.post(ring.model, event)

@@ -972,6 +972,14 @@ def with_cards(plan: ModelPlan, *gpu_layers: int) -> ModelPlan:
     return replace(plan, ranks=tuple(ranks))
 
 
+def paged(plan: ModelPlan) -> ModelPlan:
+    return replace(plan, ranks=(replace(plan.ranks[0], paged_bytes=1), *plan.ranks[1:]))
+
+
+def timed(plan: ModelPlan, token_s: float) -> ModelPlan:
+    return replace(plan, token_s=token_s)
+
+
 @pytest.mark.parametrize(
     ("old", "new", "why"),
     [
@@ -982,6 +990,12 @@ def with_cards(plan: ModelPlan, *gpu_layers: int) -> ModelPlan:
         (with_cards(ring_plan(5, 5), 0, 2), with_cards(ring_plan(5, 5), 2, 2), "2 more layers fit on cards"),
         (with_cards(ring_plan(5, 5), 0, 2), with_cards(ring_plan(5, 5), 1, 2), ""),
         (with_cards(ring_plan(5, 5), 5, 5), ring_plan(5, 5), ""),
+        (timed(ring_plan(5, 5), 0.1), timed(ring_plan(10), 0.08), "80 ms a token are predicted, instead of 100 ms"),
+        (timed(ring_plan(10), 0.1), timed(ring_plan(5, 5), 0.05), "50 ms a token are predicted, instead of 100 ms"),
+        (timed(ring_plan(5, 5), 0.1), timed(ring_plan(10), 0.09), ""),
+        (timed(ring_plan(5, 5), 0.1), ring_plan(10), "1 node can serve it now, instead of 2"),
+        (paged(ring_plan(10)), ring_plan(5, 5), "it fits into memory now"),
+        (ring_plan(5, 5), paged(ring_plan(10)), ""),
     ],
 )
 def test_improvement_only_of_a_clearly_better_plan(old: ModelPlan, new: ModelPlan, why: str) -> None:
