@@ -1417,7 +1417,7 @@ GPU_BASE_BYTES = 512 * MIB  # a CUDA context and its scratch space, on each card
 HEADROOM = 0.05  # of a node's memory, left alone
 CONTEXT_STEP = 32  # llama.cpp rounds a context up to this
 PREFILL_BATCH = 512  # tokens; llama.cpp's default ubatch, what compute buffers are sized for
-MAX_CYCLES = 29  # Prima has 32 schedulers: one a window, and the leader's two ends (bdf9d8e7, src/llama.cpp)
+MAX_CYCLES = 8  # each takes a compute buffer and all hops again; Prima's schedulers end at 29 (bdf9d8e7, src/llama.cpp)
 EXACT_ORDER = 10  # ranks: up to here the order of a ring is the best there is
 
 # What an engine holds beside buffers (measured on bdf9d8e7 over five models): code, threads, tables; strings and
@@ -1974,8 +1974,9 @@ class _Draft:
         if need <= have:
             short = f"but not in pieces that hold whole layers of {format_size(max(self.costs.layer_bytes))}"
         if self.model.overcommit and (found := self.cycled(lead, others[: most - 1])):
-            ring, cycles = found
-            return ring, cycles, f"memory is short ({short}): weights are read from disk again for every token"
+            missing = sum(max(0, -left) for left in self.free(*found))
+            reason = f"memory is short by {format_size(missing)}: weights are read from disk again for every token"
+            return *found, reason
         listing = ", ".join(f"{room.node} {format_size(room.total_bytes)}" for room in rooms)
         what = f"too big for the nodes there are: needs {format_size(need)}, they have {format_size(have)}"
         hint = "add a box, a smaller quantisation or a shorter context, or (slow, from disk) set `overcommit = true`"
@@ -2028,27 +2029,23 @@ class _Draft:
     def cycled(self, lead: Room, others: Sequence[Room]) -> tuple[_Ring, int] | None:
         """Windows small enough that each node holds the one it computes and the next, which it fetches meanwhile; and
         how often they go round. Only what cannot be dropped from memory must fit: KV cache and buffers."""
-        rooms = self.ordered(lead, others)
-        for cycles in range(1 if len(rooms) == 1 else 2, MAX_CYCLES + 1):
-            window_sum = -(-self.shape.layers // cycles)
-            able = [
-                room
-                for room in rooms
-                if room is lead or room.total_bytes > self.costs.fixed_bytes(leader=False, cycles=cycles)
-            ][: min(window_sum, MAX_RANKS)]
-            spare = [room.total_bytes - self.costs.fixed_bytes(room is lead, cycles) for room in able]
+        costs, layers = self.costs, self.shape.layers
+        least = costs.fixed_bytes(leader=False, cycles=MAX_CYCLES) + 2 * max(costs.layer_bytes)
+        least += MAX_CYCLES * max(costs.kv_bytes)
+        able = [room for room in others if room.total_bytes >= least][: max(0, layers // 2 - 1)]
+        rooms = self.ordered(lead, able)
+        for cycles in range(2, min(MAX_CYCLES, layers // len(rooms)) + 1) if able else (1,):
+            spare = [room.total_bytes - costs.fixed_bytes(room is lead, cycles) for room in rooms]
             if min(spare) <= 0:
                 return None
-            ring = list(zip(able, largest_remainder(window_sum, spare), strict=True))
+            ring = list(zip(rooms, largest_remainder(-(-layers // cycles), spare), strict=True))
             needs = [
-                sum(self.costs.kv_bytes[n] for start, count in its for n in range(start, start + count))
-                + min(2, cycles) * window * max(self.costs.layer_bytes) * (len(able) > 1)
+                sum(costs.kv_bytes[n] for start, count in its for n in range(start, start + count))
+                + (2 * window * max(costs.layer_bytes) if able else 0)
                 for its, (_, window) in zip(self.pieces(ring), ring, strict=True)
             ]
             if all(need <= have for need, have in zip(needs, spare, strict=True)):
                 return ring, cycles
-            if len(able) == 1:
-                return None
         return None
 
     def pieces(self, ring: _Ring) -> list[list[tuple[int, int]]]:
@@ -7735,10 +7732,15 @@ class Node:
         return self._unready(model.name, plan) or elsewhere_led or self._unmeasured(plan, now)
 
     def _unmeasured(self, plan: ModelPlan, now: float) -> str:
-        """Whether a ring whose order counts should wait a moment until all ways between its nodes are measured."""
-        here = {facts.name: facts.links for facts in self.all_facts() if plan.world > 2 and plan.rank_of(facts.name)}
-        pairs = itertools.combinations(sorted(here), 2) if now - self.peers.newest < LINKS_WAIT_S else ()
-        return "measuring the network" if any(b not in here[a] and a not in here[b] for a, b in pairs) else ""
+        """Whether forming should wait a moment until the plan's nodes know their speed, and the ways between them where
+        the order of the ring counts."""
+        here = {facts.name: facts for facts in self.all_facts() if plan.rank_of(facts.name)}
+        if now - self.peers.newest >= LINKS_WAIT_S:
+            return ""
+        slow = [name for name, facts in here.items() if not (self.box.rehearses or facts.speed.core_bytes_per_s)]
+        pairs = itertools.combinations(sorted(here), 2) if plan.world > 2 else ()
+        unknown = any(b not in here[a].links and a not in here[b].links for a, b in pairs)
+        return "measuring nodes and network" if slow or unknown else ""
 
     def _forming_wait(self, model: ModelConfig, now: float) -> str:
         """What the first forming still waits for: declared nodes, or a moment without new ones."""

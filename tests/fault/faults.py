@@ -6,6 +6,7 @@ import contextlib
 import shutil
 import signal
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -258,10 +259,12 @@ def fill(trial: Trial) -> None:
 
 
 def read_only(trial: Trial) -> None:
+    """From now on the node, in whose view of the disks it happens, can open nothing for writing there."""
     host = trial.cluster.host("beta")
-    state = str(host.folder / "attic")
-    tool("mount", "-o", "remount,ro", state)
-    trial.undo.callback(tool, "mount", "-o", "remount,rw", state)
+    assert host.up_process
+    inside, state = ("nsenter", "-t", str(host.up_process.pid), "-m", "mount"), str(host.folder / "attic")
+    tool(*inside, "--bind", state, state)
+    tool(*inside, "-o", "remount,bind,ro", state)
     kill_engine(trial, host)
 
 
@@ -308,6 +311,12 @@ def other_bytes(trial: Trial) -> None:
     right = path.read_bytes()
     change(path, right[:-1] + bytes([right[-1] ^ 1]))
     trial.cause.callback(change, path, right)
+    known()
+
+
+def known() -> None:
+    """Wait until the box has looked at its files again."""
+    time.sleep(3)  # it does so every 2 s, and tells nobody
 
 
 def change(path: Path, data: bytes) -> None:
@@ -322,6 +331,7 @@ def no_model(trial: Trial) -> None:
     path = trial.last.folder / MODEL
     aside = path.with_suffix(".aside")
     path.rename(aside)
+    known()
     trial.undo.callback(lambda: aside.unlink(missing_ok=True))
 
 
@@ -467,7 +477,7 @@ FAULTS = (
     Fault(name="model with other bytes", starting=True, says="other bytes", act=other_bytes, mend=take_away),
     Fault(name="model cut short", starting=True, says="gamma", act=cut_short, mend=take_away),
     Fault(name="model missing, copied", starting=True, says="gamma|cop", act=no_model),
-    Fault(name="engine's port taken", starting=True, before=open_engine, says="port.*taken|taken.*python",
+    Fault(name="engine's port taken", starting=True, before=open_engine, says="port 9001 cannot be had",
           act=on("worker", take_port, 9001), mend=take_away),
     Fault(name="mesh port taken at a start", says="beta", act=mesh_port_taken, mend=port_free),
 )  # fmt: skip

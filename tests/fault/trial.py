@@ -146,8 +146,7 @@ def read_stream(reply: http.client.HTTPResponse) -> tuple[str, str]:
         for choice in event["choices"]:
             words += choice["delta"].get("content") or ""
             finish = choice["finish_reason"] or finish
-    reply.read()  # raises IncompleteRead where the connection broke
-    return "short", f"no [DONE] after {words!r}"
+    return "cut", f"no [DONE] after {words!r}"
 
 
 # --- what status says ---------------------------------------------------------------------------------------
@@ -407,6 +406,7 @@ class Trial:
         """End a node in order."""
         done = host.run("down")
         assert done.returncode == 0, done.stderr
+        assert host.up_process and host.up_process.wait(PATIENCE_S) == 0
 
     def run(self) -> Row:
         """Try it on a cluster that starts afresh, with clients of its own."""
