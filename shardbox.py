@@ -1417,7 +1417,7 @@ GPU_BASE_BYTES = 512 * MIB  # a CUDA context and its scratch space, on each card
 HEADROOM = 0.05  # of a node's memory, left alone
 CONTEXT_STEP = 32  # llama.cpp rounds a context up to this
 PREFILL_BATCH = 512  # tokens; llama.cpp's default ubatch, what compute buffers are sized for
-MAX_CYCLES = 29  # Prima has 32 schedulers: one a window, and the leader's two ends (bdf9d8e7, src/llama.cpp)
+MAX_CYCLES = 8  # each takes a compute buffer and all hops again; Prima's schedulers end at 29 (bdf9d8e7, src/llama.cpp)
 EXACT_ORDER = 10  # ranks: up to here the order of a ring is the best there is
 
 # What an engine holds beside buffers (measured on bdf9d8e7 over five models): code, threads, tables; strings and
@@ -1974,8 +1974,9 @@ class _Draft:
         if need <= have:
             short = f"but not in pieces that hold whole layers of {format_size(max(self.costs.layer_bytes))}"
         if self.model.overcommit and (found := self.cycled(lead, others[: most - 1])):
-            ring, cycles = found
-            return ring, cycles, f"memory is short ({short}): weights are read from disk again for every token"
+            missing = sum(max(0, -left) for left in self.free(*found))
+            reason = f"memory is short by {format_size(missing)}: weights are read from disk again for every token"
+            return *found, reason
         listing = ", ".join(f"{room.node} {format_size(room.total_bytes)}" for room in rooms)
         what = f"too big for the nodes there are: needs {format_size(need)}, they have {format_size(have)}"
         hint = "add a box, a smaller quantisation or a shorter context, or (slow, from disk) set `overcommit = true`"
@@ -2028,27 +2029,23 @@ class _Draft:
     def cycled(self, lead: Room, others: Sequence[Room]) -> tuple[_Ring, int] | None:
         """Windows small enough that each node holds the one it computes and the next, which it fetches meanwhile; and
         how often they go round. Only what cannot be dropped from memory must fit: KV cache and buffers."""
-        rooms = self.ordered(lead, others)
-        for cycles in range(1 if len(rooms) == 1 else 2, MAX_CYCLES + 1):
-            window_sum = -(-self.shape.layers // cycles)
-            able = [
-                room
-                for room in rooms
-                if room is lead or room.total_bytes > self.costs.fixed_bytes(leader=False, cycles=cycles)
-            ][: min(window_sum, MAX_RANKS)]
-            spare = [room.total_bytes - self.costs.fixed_bytes(room is lead, cycles) for room in able]
+        costs, layers = self.costs, self.shape.layers
+        least = costs.fixed_bytes(leader=False, cycles=MAX_CYCLES) + 2 * max(costs.layer_bytes)
+        least += MAX_CYCLES * max(costs.kv_bytes)
+        able = [room for room in others if room.total_bytes >= least][: max(0, layers // 2 - 1)]
+        rooms = self.ordered(lead, able)
+        for cycles in range(2, min(MAX_CYCLES, layers // len(rooms)) + 1) if able else (1,):
+            spare = [room.total_bytes - costs.fixed_bytes(room is lead, cycles) for room in rooms]
             if min(spare) <= 0:
                 return None
-            ring = list(zip(able, largest_remainder(window_sum, spare), strict=True))
+            ring = list(zip(rooms, largest_remainder(-(-layers // cycles), spare), strict=True))
             needs = [
-                sum(self.costs.kv_bytes[n] for start, count in its for n in range(start, start + count))
-                + min(2, cycles) * window * max(self.costs.layer_bytes) * (len(able) > 1)
+                sum(costs.kv_bytes[n] for start, count in its for n in range(start, start + count))
+                + (2 * window * max(costs.layer_bytes) if able else 0)
                 for its, (_, window) in zip(self.pieces(ring), ring, strict=True)
             ]
             if all(need <= have for need, have in zip(needs, spare, strict=True)):
                 return ring, cycles
-            if len(able) == 1:
-                return None
         return None
 
     def pieces(self, ring: _Ring) -> list[list[tuple[int, int]]]:
@@ -7128,6 +7125,7 @@ class Rings:
     def __init__(self, box: Box, host: RankHost, peers: Peers, on_change: Callable[[], None]) -> None:
         self.rings: dict[str, Ring] = {}
         self.traffic: dict[str, Traffic] = {}
+        self._doubted: dict[str, str] = {}  # models that are about to be asked, and their ring's generation
         self.pauses: dict[str, float | None] = {}  # see Pulse, by model: kept from ring to ring
         self.ranks: dict[str, dict[str, RankView]] = {}  # what the ranks of a ring said last, by model and node
         self._box, self._host, self._peers, self._on_change = box, host, peers, on_change
@@ -7319,13 +7317,17 @@ class Rings:
     def doubt(self, model: str, reason: str) -> None:
         """A ring that serves may be broken: ask it for a token. Only then: a probe can cost somebody's prompt cache."""
         ring = self.rings.get(model)
-        if ring and ring.phase == Phase.SERVING and ring.plan:
+        if ring and ring.phase == Phase.SERVING and ring.plan and self._doubted.get(model) != ring.generation:
+            self._doubted[model] = ring.generation
             log.info("model %s: asked for a token, because %s", model, reason)
             self._run(Effect(kind="doubt", generation=ring.generation, plan=ring.plan), self._ask_again)
 
     async def _ask_again(self, model: str, effect: Effect) -> None:
         """One token of the free slot with the shortest prompt; a busy ring shows by itself whether it works."""
-        await asyncio.sleep(WIRE_GRACE_S + LOG_CLOSE_S)  # an engine that has ended says more
+        try:
+            await asyncio.sleep(WIRE_GRACE_S + LOG_CLOSE_S)  # an engine that has ended says more
+        finally:
+            self._doubted.pop(model, None)
         run, traffic = self._host.get(model, effect.generation), self.traffic[model]
         assert run.session is not None
         path, body = "/v1/embeddings", dict[str, Any](input="Hi")
@@ -7371,9 +7373,11 @@ class Rings:
 
 
 def sign_of_life(views: Sequence[RankView]) -> str:
-    """Changes when bytes move in the ring, or a rank reads its disk or computes (more than idling does)."""
+    """Changes when bytes move in the ring, or a rank reads, brings pages in (16 MiB: some file systems count no reads)
+    or computes (0.2 s: more than idling does)."""
     moved = sum(wire.sent_bytes + wire.received_bytes for view in views for wire in view.wires)
-    return f"{moved}/{sum(int(view.cpu_s * 5) for view in views)}/{sum(view.read_bytes for view in views)}"
+    computed, resident = (sum(int(view.cpu_s * 5) for view in views), sum(view.rss_bytes >> 24 for view in views))
+    return f"{moved}/{computed}/{resident}/{sum(view.read_bytes for view in views)}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -7743,10 +7747,15 @@ class Node:
         return self._unready(model.name, plan) or elsewhere_led or self._unmeasured(plan, now)
 
     def _unmeasured(self, plan: ModelPlan, now: float) -> str:
-        """Whether a ring whose order counts should wait a moment until all ways between its nodes are measured."""
-        here = {facts.name: facts.links for facts in self.all_facts() if plan.world > 2 and plan.rank_of(facts.name)}
-        pairs = itertools.combinations(sorted(here), 2) if now - self.peers.newest < LINKS_WAIT_S else ()
-        return "measuring the network" if any(b not in here[a] and a not in here[b] for a, b in pairs) else ""
+        """Whether forming should wait a moment until the plan's nodes know their speed, and the ways between them where
+        the order of the ring counts."""
+        here = {facts.name: facts for facts in self.all_facts() if plan.rank_of(facts.name)}
+        if now - self.peers.newest >= LINKS_WAIT_S:
+            return ""
+        slow = [name for name, facts in here.items() if not (self.box.rehearses or facts.speed.core_bytes_per_s)]
+        pairs = itertools.combinations(sorted(here), 2) if plan.world > 2 else ()
+        unknown = any(b not in here[a].links and a not in here[b].links for a, b in pairs)
+        return "measuring nodes and network" if slow or unknown else ""
 
     def _forming_wait(self, model: ModelConfig, now: float) -> str:
         """What the first forming still waits for: declared nodes, or a moment without new ones."""
@@ -8672,9 +8681,9 @@ async def wait_for_ring(node: Node, model: str, held: Held, error: RingError) ->
             view, now = best_view(node, model), time.monotonic()
             if node.stop.is_set() or held.gives_up(view.phase, now):
                 raise error if held.breaks >= HELD_TRIES or view.phase == Phase.SERVING else not_ready(node, model)
+            await asyncio.sleep(HOLD_POLL_S)  # also before the first: what is said of the ring may be some seconds old
             if held.may_ask(view.phase, view.generation, now):
                 return
-            await asyncio.sleep(HOLD_POLL_S)
     finally:
         traffic.held -= 1
 

@@ -15,7 +15,7 @@ import tempfile
 import time
 import tracemalloc
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -89,7 +89,8 @@ class Outcome:
     predicted_kv: int
     real_kv: int
     predicted_token_s: float
-    real_token_s: float
+    real_token_s: float  # the best of some answers
+    busy_token_s: float  # what of a processor all ranks together used for one: without what others take of this box
 
 
 def ask(path: str, body: object = None) -> Any:
@@ -140,6 +141,12 @@ def memory_of(pid: int, path: str) -> tuple[int, int]:
     return resident, missing
 
 
+def cpu_s(pids: Sequence[int]) -> float:
+    """Processor time of these processes so far."""
+    stats = [Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rsplit(")", 1)[1].split() for pid in pids]
+    return sum(int(fields[11]) + int(fields[12]) for fields in stats) / os.sysconf("SC_CLK_TCK")
+
+
 def shape_of(path: str) -> shardbox.ModelShape:
     found = shardbox.probe_model("m", path, folder="/", dirs=())
     assert found.shape, found.problem
@@ -159,7 +166,10 @@ def alone(name: str, path: str, facts: NodeFacts, folder: Path) -> Outcome:
     costs = shardbox.model_costs(shape, CONTEXT)
     with engine(path, folder / "log") as pid:
         body = {"prompt": [300], "n_predict": TOKENS, "ignore_eos": True, "temperature": 1, "cache_prompt": False}
+        ask("/completion", body)
+        before = cpu_s([pid])
         times = [ask("/completion", body)["timings"]["predicted_per_token_ms"] / 1000 for _ in range(TRIES)]
+        busy_s = (cpu_s([pid]) - before) / (TRIES * TOKENS)
         prompt = [300 + n % 200 for n in range(CONTEXT - 4)]
         ask("/completion", {"prompt": prompt, "n_predict": 1, "cache_prompt": False})
         resident, missing = memory_of(pid, path)
@@ -168,7 +178,7 @@ def alone(name: str, path: str, facts: NodeFacts, folder: Path) -> Outcome:
     return Outcome(
         model=name, world=1, predicted_bytes=costs.total_bytes, real_bytes=resident + missing + logits,
         resident_bytes=resident, predicted_buffers=costs.graph_bytes + costs.leader_buffer_bytes, real_buffers=buffers,
-        predicted_kv=sum(costs.kv_bytes), real_kv=kv, real_token_s=min(times),
+        predicted_kv=sum(costs.kv_bytes), real_kv=kv, real_token_s=min(times), busy_token_s=busy_s,
         predicted_token_s=shardbox.compute_s(shape, facts, 1, range(shape.layers), 0, leads=True),
     )  # fmt: skip
 
@@ -198,12 +208,15 @@ def measured_ring(lan: Lan, path: str, names: tuple[str, ...]) -> Outcome:
     body = {"model": "m", "prompt": "One, two,", "max_tokens": TOKENS, "temperature": 1, "ignore_eos": True}
     speeds = []
     leader = lan.hosts[plan.leader]
-    for _ in range(2 * TRIES):
+    pids, before = [rank.pid for rank in status.models[0].ranks], 0.0
+    for n in range(2 * TRIES + 1):
+        before = cpu_s(pids) if n == 1 else before
         answer = leader.http("POST", "/v1/completions", body)
         assert answer.status == 200, answer.data
         found = leader.snapshot()
         assert found
         speeds.append(found.models[0].tokens_per_s)
+    busy_s = (cpu_s(pids) - before) / (2 * TRIES * TOKENS)
     answer = leader.http("POST", "/v1/completions", body | {"prompt": " one" * (CONTEXT - 40), "max_tokens": 1})
     assert answer.status == 200, answer.data
     rank = next(rank for rank in status.models[0].ranks if rank.rank == 0)
@@ -217,6 +230,7 @@ def measured_ring(lan: Lan, path: str, names: tuple[str, ...]) -> Outcome:
         predicted_bytes=mine.weights_bytes + mine.kv_bytes + mine.buffer_bytes,
         predicted_buffers=costs.graph_bytes + costs.leader_buffer_bytes, real_buffers=buffers,
         predicted_kv=mine.kv_bytes, real_kv=kv, predicted_token_s=plan.token_s, real_token_s=1 / max(speeds),
+        busy_token_s=busy_s,
     )  # fmt: skip
 
 
@@ -247,10 +261,16 @@ def line(one: Outcome) -> str:
     sizes = (one.predicted_bytes, one.real_bytes, one.resident_bytes)
     parts = (one.predicted_buffers, one.real_buffers, one.predicted_kv, one.real_kv)
     mib = " | ".join(f"{size / MIB:.1f}" for size in (*sizes, *parts))
-    return (
-        f"| {one.model} | {one.world} | {mib} | {one.predicted_token_s * 1e3:.1f} | {one.real_token_s * 1e3:.1f} "
-        f"| {one.predicted_bytes / one.real_bytes:.3f} | {one.real_token_s / max(1e-9, one.predicted_token_s):.2f} |"
-    )
+    times = " | ".join(f"{t * 1e3:.1f}" for t in (one.predicted_token_s, one.real_token_s, one.busy_token_s))
+    ratio = one.real_token_s / max(1e-9, one.predicted_token_s)
+    size_ratio = one.predicted_bytes / one.real_bytes
+    return f"| {one.model} | {one.world} | {mib} | {times} | {size_ratio:.3f} | {ratio:.2f} |"
+
+
+HEADER = (
+    *("model", "ranks", "predicted MiB", "real", "resident", "buffers", "logged", "KV", "logged"),
+    *("ms a token", "real", "busy", "bytes", "time"),
+)
 
 
 def main() -> None:
@@ -263,8 +283,7 @@ def main() -> None:
             result[f"peak_bytes_{nodes}_nodes_{models}_models"] = cost["peak_bytes"]
             print(f"{nodes:5} nodes, {models:2} models: {cost['seconds']:7.4f} s, {cost['peak_bytes'] / MIB:6.1f} MiB, "
                   f"{cost['planned']} planned")  # fmt: skip
-    print("\n| model | ranks | predicted MiB | real | resident | buffers | logged | KV | logged | ms a token | real "
-          "| bytes | time |\n" + "|---" * 13 + "|")  # fmt: skip
+    print(f"\n| {' | '.join(HEADER)} |\n" + "|---" * len(HEADER) + "|")
     result["models"] = [asdict(one) for one in outcomes()]
     Path("build").mkdir(exist_ok=True)
     Path("build/plan.json").write_text(json.dumps(result, indent=2))

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import itertools
 import re
+import socket
+import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -34,11 +36,13 @@ from shardbox import (
     SpeedFacts,
     coarse,
     demo_config,
+    echo,
     fit_gpu,
     format_size,
     from_json,
     improvement,
     largest_remainder,
+    measure_link,
     model_costs,
     node_room,
     parse_config,
@@ -47,6 +51,7 @@ from shardbox import (
     rehearsed_shape,
     ring_order,
     segments,
+    speed_text,
 )
 
 EIGHT = shape(layers=8)  # of 1 GiB each
@@ -185,7 +190,18 @@ def test_plan_never_has_more_ranks_than_layers() -> None:
 def test_plan_node_without_any_room_is_left_out() -> None:
     found = plan([box("alpha", 5 * GIB, EIGHT), box("beta", 5 * GIB, EIGHT), box("gamma", 10 * MIB, EIGHT)])
     assert set(layers(found)) == {"alpha", "beta"}
-    assert "gamma" in found.left_out
+    assert re.match(r"no room: 9.5 MiB free here, the least part takes 1.0\d GiB", found.left_out["gamma"])
+
+
+def test_plan_node_without_any_memory_is_left_out_or_alone_too_small() -> None:
+    assert plan([box("alpha", 10 * GIB, EIGHT), box("zero", 0, EIGHT)]).left_out["zero"].startswith("no room: 0 B free")
+    assert "needs 8.01 GiB, they have 0 B (zero 0 B)" in refusal([box("zero", 0, EIGHT)]).what
+
+
+def test_plan_of_ends_without_a_layer_to_spare_is_refused_in_words() -> None:
+    """A vocabulary so large that no box could lead."""
+    model = shape(layers=2, layer_bytes=MIB, ends_bytes=40 * GIB)
+    assert "too big" in refusal([box(name, 8 * GIB, model) for name in "ab"]).what
 
 
 # --- too big ---
@@ -647,6 +663,34 @@ def test_ring_order_of_many_is_a_ring_and_no_worse_than_by_number(count: int, ch
     )
 
 
+def test_plan_beside_one_box_says_what_a_ring_costs() -> None:
+    found = plan(linked("abcd", {"ab": 0.2}))
+    text = speed_text(found)
+    assert text.startswith(f"predicted {found.token_s * 1000:.3g} ms a token (")
+    assert f"; {found.alone} alone, had it the memory, " in text
+    assert found.alone_s < found.token_s
+    assert speed_text(replace(found, token_s=0.0)) == ""
+
+
+def test_measured_way_is_that_of_the_socket() -> None:
+    ours, theirs = socket.socketpair()
+    thread = threading.Thread(target=echo, args=(theirs,))
+    thread.start()
+    with ours:
+        link = measure_link(ours)
+    thread.join(10)
+    assert not thread.is_alive()
+    assert 1000 < link.rtt_ns < 1_000_000_000
+    assert 10**6 < link.bytes_per_s < 10**12
+
+
+def test_measured_way_that_ends_early_is_an_error() -> None:
+    ours, theirs = socket.socketpair()
+    theirs.close()
+    with ours, pytest.raises(OSError):
+        measure_link(ours)
+
+
 # --- from disk ---
 
 
@@ -656,7 +700,7 @@ def test_plan_short_of_memory_runs_in_cycles_only_when_told() -> None:
     assert "overcommit" in refusal(boxes).hint
     found = plan(boxes, overcommit=True)
     assert found.cycles > 1
-    assert found.reason.startswith("memory is short (short by")
+    assert found.reason.startswith("memory is short by ")
     assert sum(rank.layers for rank in found.ranks) == 40
     assert found.paged_bytes > GIB
     assert found.token_s == 0  # the disk's speed is not known
