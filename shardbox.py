@@ -7111,6 +7111,7 @@ class Rings:
     def __init__(self, box: Box, host: RankHost, peers: Peers, on_change: Callable[[], None]) -> None:
         self.rings: dict[str, Ring] = {}
         self.traffic: dict[str, Traffic] = {}
+        self._doubted: dict[str, str] = {}  # models that are about to be asked, and their ring's generation
         self.pauses: dict[str, float | None] = {}  # see Pulse, by model: kept from ring to ring
         self.ranks: dict[str, dict[str, RankView]] = {}  # what the ranks of a ring said last, by model and node
         self._box, self._host, self._peers, self._on_change = box, host, peers, on_change
@@ -7302,13 +7303,17 @@ class Rings:
     def doubt(self, model: str, reason: str) -> None:
         """A ring that serves may be broken: ask it for a token. Only then: a probe can cost somebody's prompt cache."""
         ring = self.rings.get(model)
-        if ring and ring.phase == Phase.SERVING and ring.plan:
+        if ring and ring.phase == Phase.SERVING and ring.plan and self._doubted.get(model) != ring.generation:
+            self._doubted[model] = ring.generation
             log.info("model %s: asked for a token, because %s", model, reason)
             self._run(Effect(kind="doubt", generation=ring.generation, plan=ring.plan), self._ask_again)
 
     async def _ask_again(self, model: str, effect: Effect) -> None:
         """One token of the free slot with the shortest prompt; a busy ring shows by itself whether it works."""
-        await asyncio.sleep(WIRE_GRACE_S + LOG_CLOSE_S)  # an engine that has ended says more
+        try:
+            await asyncio.sleep(WIRE_GRACE_S + LOG_CLOSE_S)  # an engine that has ended says more
+        finally:
+            self._doubted.pop(model, None)
         run, traffic = self._host.get(model, effect.generation), self.traffic[model]
         assert run.session is not None
         path, body = "/v1/embeddings", dict[str, Any](input="Hi")
@@ -7354,9 +7359,11 @@ class Rings:
 
 
 def sign_of_life(views: Sequence[RankView]) -> str:
-    """Changes when bytes move in the ring, or a rank reads its disk or computes (more than idling does)."""
+    """Changes when bytes move in the ring, or a rank reads, brings pages in (16 MiB: some file systems count no reads)
+    or computes (0.2 s: more than idling does)."""
     moved = sum(wire.sent_bytes + wire.received_bytes for view in views for wire in view.wires)
-    return f"{moved}/{sum(int(view.cpu_s * 5) for view in views)}/{sum(view.read_bytes for view in views)}"
+    computed, resident = (sum(int(view.cpu_s * 5) for view in views), sum(view.rss_bytes >> 24 for view in views))
+    return f"{moved}/{computed}/{resident}/{sum(view.read_bytes for view in views)}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -8660,9 +8667,9 @@ async def wait_for_ring(node: Node, model: str, held: Held, error: RingError) ->
             view, now = best_view(node, model), time.monotonic()
             if node.stop.is_set() or held.gives_up(view.phase, now):
                 raise error if held.breaks >= HELD_TRIES or view.phase == Phase.SERVING else not_ready(node, model)
+            await asyncio.sleep(HOLD_POLL_S)  # also before the first: what is said of the ring may be some seconds old
             if held.may_ask(view.phase, view.generation, now):
                 return
-            await asyncio.sleep(HOLD_POLL_S)
     finally:
         traffic.held -= 1
 

@@ -65,17 +65,22 @@ def runtime() -> None:
     mark.touch()
 
 
-def built(name: str) -> Path:
-    """The last commit, built in the folder `name` of that root."""
+def cloned(name: str) -> Path:
+    """The last commit in the folder `name` of that root."""
     folder = RUNTIME / "build" / name
     run(["git", "clone", "--quiet", HERE, folder])
     (folder / ".venv").mkdir()
     (folder / ".venv/bin").symlink_to("/opt/runtime/bin")
     (folder / ".venv/.ready").touch()
-    done = inside(RUNTIME, "make", "-s", "-C", f"/build/{name}", "build", "PYTHON=/opt/runtime/bin/python")
+    return folder
+
+
+def build(folder: Path) -> None:
+    """`make build` in a folder of that root."""
+    place = f"/{folder.relative_to(RUNTIME)}"
+    done = inside(RUNTIME, "make", "-s", "-C", place, "build", "PYTHON=/opt/runtime/bin/python")
     if done.returncode:
         raise SystemExit(f"{done.stdout}{done.stderr}\nthe build in {RUNTIME} failed")
-    return folder
 
 
 def root_of(suite: str, mirror: str) -> Path:
@@ -138,7 +143,9 @@ def main() -> None:
     KEPT.mkdir(parents=True, exist_ok=True)
     runtime()
     shutil.rmtree(RUNTIME / "build", ignore_errors=True)
-    one, two = map(built, FOLDERS)
+    one, two = [cloned(name) for name in FOLDERS]  # both before the first is built: a commit may come meanwhile
+    build(one)
+    build(two)
     executable = HERE / "dist/shardbox"
     executable.parent.mkdir(exist_ok=True)
     for name in ("shardbox", "SHA256SUMS"):
