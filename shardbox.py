@@ -1569,11 +1569,12 @@ def model_costs(shape: ModelShape, context: int, slots: int = 1) -> Costs:
     llama_kv_cache_init, llama_output_reserve; compute buffers to the MiB on five models).
 
     The KV cache is f16, two bytes a value, for the whole context also in layers with a sliding window. A window's
-    graph keeps the mask and either the scores of all heads and three activations, or both halves of the feed-forward
-    layer (of every used expert) and two. The ends have graphs of their own, and logits for a whole batch."""
+    graph keeps the mask and either the scores of all heads and four activations, or both halves of the feed-forward
+    layer (of every used expert) and three; one less where the model ends. The leader's ends have graphs of their own:
+    three activations, and logits for a whole batch."""
     batch, used = min(PREFILL_BATCH, context), max(1, shape.experts_used)
     inner, outer = 4 * batch * max(shape.width, shape.heads * shape.key_width), 4 * batch * shape.width
-    forward = 4 * batch * used * max(2 * shape.ff_width, shape.ff_width + shape.width) + 2 * outer
+    forward = 4 * batch * used * max(2 * shape.ff_width, shape.ff_width + shape.width) + 3 * outer
     scores = 4 * batch * context * shape.heads
     scratch = 2 * batch * max(context * shape.heads, shape.ff_width * used)  # src1 of a product, as f16 at most
     words = VOCAB_TOKEN_BYTES[shape.merges]
@@ -1585,8 +1586,8 @@ def model_costs(shape: ModelShape, context: int, slots: int = 1) -> Costs:
         kv_bytes=kv_bytes,
         upto=tuple(itertools.accumulate(both, initial=0)),
         ends_bytes=shape.embedding_bytes + shape.output_bytes,
-        graph_bytes=4 * batch * context + max(scores + 3 * inner, forward) + 128 * KIB,
-        leader_buffer_bytes=4 * (batch + slots) * shape.vocab + 3 * outer + 128 * KIB,
+        graph_bytes=4 * batch * context + max(scores + 4 * inner, forward) + 128 * KIB,
+        leader_buffer_bytes=4 * (batch + slots + 1) * shape.vocab + 2 * outer + 128 * KIB,
         base_bytes=ENGINE_BASE_BYTES + scratch + words * shape.vocab + CONTEXT_CELL_BYTES * context,
     )
 
