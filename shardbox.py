@@ -4557,10 +4557,11 @@ class Wire(_Station):
 # what <root> says is thrown away, and its giver left alone.
 
 STREAMS = 2  # connections to a giver while there is one or two: one receives while the other hashes and writes
-MAX_STREAMS = 8  # in all; each holds one chunk in memory
+MAX_STREAMS = 4  # in all: more would only make each chunk come later, and be passed on later; each holds one in memory
 SILENT_S = 15.0  # a giver that sends nothing for so long is given up for now
 BENCH_S = 10.0  # how long one that failed is left alone
-SLOW_S = 5.0  # once all that is missing is on its way: a chunk that takes longer may come from a second giver too
+SLOW_S = 5.0  # once all that is missing is on its way: a chunk that takes longer, and four times as long as others,
+# may come from a second giver too
 GIVE_UP_S = 60.0  # a copy into which nothing came for so long has failed
 OFFER_WAIT_S = 1.0  # how long a giver waits for a chunk of its own to land before it says -1
 MAX_LISTING_BYTES = 32 * MIB
@@ -4829,9 +4830,10 @@ class Landing:
 
     def close(self) -> None:
         """Give the descriptors back; what has landed stays."""
-        for file in self.files:
-            os.close(file)
-        self.files = []
+        with self.changed:
+            for file in self.files:
+                os.close(file)
+            self.files = []
 
 
 def read_ledger(folder: str) -> dict[str, list[int]]:
@@ -4903,7 +4905,10 @@ class Giver:
         """Each connection has its own."""
         if self._landing is None:
             return [open(path, "rb") for path in self._paths]
-        return [open(os.dup(file), "rb") for file in self._landing.files]
+        with self._landing.changed:
+            if not self._landing.files:
+                raise ConnectionAbortedError("that copy has just ended")
+            return [open(os.dup(file), "rb") for file in self._landing.files]
 
     def _pick(self, wanted: int) -> int:
         landing = self._landing
@@ -4947,6 +4952,8 @@ class Copy:
         self._options: dict[str, Any] = {"replace": replace, "mode": mode}
         self._sha256, self._lock, self._stop = sha256, threading.Lock(), threading.Event()
         self._in_flight: dict[int, float] = {}  # chunk -> when it was begun last
+        self._chunk_s = 0.0  # what a chunk takes, about
+        self._crowd = False  # more givers than streams
         self._received = 0  # bytes, also of chunks that are not whole yet
         self._benched: dict[str, tuple[float, str]] = {}  # giver -> until when, and why
         self._streams: dict[threading.Thread, str] = {}
@@ -5028,7 +5035,8 @@ class Copy:
     def _bench(self, name: str, error: Exception) -> None:
         """Leave a giver alone: for good if it gave other bytes than it promised."""
         lied, why = isinstance(error, MessageError), getattr(error, "what", str(error))
-        self._benched[name] = (time.monotonic() + (math.inf if lied else BENCH_S), why)
+        brief = isinstance(error, MeshError) and error.kind == "refused"  # it begins itself, or has just ended
+        self._benched[name] = (time.monotonic() + (math.inf if lied else 1.0 if brief else BENCH_S), why)
         log.log(logging.WARNING if lied else logging.INFO, "copy of %s: %s: %s", self.label, name, why)
 
     def _nobody(self) -> FileError:
@@ -5045,7 +5053,7 @@ class Copy:
             self._streams = {thread: name for thread, name in self._streams.items() if thread.is_alive()}
             ready = self._ready()
             streams = Counter(self._streams.values())
-            wanted = STREAMS if len(ready) < 3 else 1
+            wanted, self._crowd = STREAMS if len(ready) < 3 else 1, len(ready) > MAX_STREAMS
             for name in [giver for giver in ready for _ in range(wanted - streams[giver])]:
                 if len(self._streams) < MAX_STREAMS:
                     thread = threading.Thread(target=self._take_from, args=(name, landing), name="copy", daemon=True)
@@ -5083,6 +5091,8 @@ class Copy:
                         raise MessageError("sends what was not asked for")
                     if chosen >= 0:
                         self._take(sock, landing, chosen, buffer)
+                    elif self._crowd:
+                        return  # perhaps another one has more to give
         except (ShardboxError, OSError) as error:
             if not self._stop.is_set() and landing.missing:
                 self._bench(name, error)
@@ -5092,16 +5102,20 @@ class Copy:
     def _wanted(self, landing: Landing) -> int:
         """A bitmap: what nobody is sending; once that is nothing, what has been on its way for long."""
         with self._lock:
-            missing, late = landing.missing, time.monotonic() - SLOW_S
+            missing, late = landing.missing, time.monotonic() - self._slow_s
             free = missing & ~sum(1 << n for n in self._in_flight)
             return free or missing & sum(1 << n for n, begun in self._in_flight.items() if begun < late)
+
+    @property
+    def _slow_s(self) -> float:
+        return max(SLOW_S, 4 * self._chunk_s)
 
     def _take(self, sock: socket.socket, landing: Landing, number: int, buffer: memoryview) -> None:
         """Accept a chunk, if no other stream was quicker, check it and store it."""
         _, _, size, wanted = landing.chunks[number]
         with self._lock:
             begun, now = self._in_flight.get(number, -math.inf), time.monotonic()
-            welcome = landing.missing >> number & 1 and begun < now - SLOW_S
+            welcome = landing.missing >> number & 1 and begun < now - self._slow_s
             if welcome:
                 self._in_flight[number] = now
         sock.sendall(b"y" if welcome else b"n")
@@ -5124,6 +5138,7 @@ class Copy:
             except OSError as error:
                 self._fault = error
                 raise
+            self._chunk_s = 0.8 * self._chunk_s + 0.2 * (time.monotonic() - now)
         finally:
             with self._lock:
                 self._in_flight.pop(number, None)
@@ -6667,16 +6682,16 @@ class Library:
         keep_task(box.tasks, self._run(copy))
 
     async def _run(self, copy: Copy) -> None:
-        if copy.model:
-            self._surveyor.receiving[copy.model] = copy.root
         log.info("copy of %s: begun", copy.label)
         begun = time.monotonic()
         running = asyncio.ensure_future(self._box.in_thread(copy.run))
         try:
             said, told = 0.0, False
             while not running.done():
-                if copy.landing is not None and not told:
+                if copy.landing is not None and copy.giver is not None and not told:
                     told = True
+                    if copy.model:
+                        self._surveyor.receiving[copy.model] = copy.root
                     self._note([f"{path}.part" for path in copy.landing.own])
                     await self._refresh()  # the others learn that they can have of it
                 if time.monotonic() - said > 10.0:
@@ -6718,7 +6733,7 @@ class Library:
             whole = {copy.root for copy in peer.facts.models if not copy.problem} | {peer.facts.engine_root}
             if root in whole or root in {copy.receiving for copy in peer.facts.models}:
                 found[peer.name] = root not in whole
-        return sorted(found, key=lambda name: (found[name], name))
+        return sorted(found, key=lambda name: (found[name], random.random()))  # else all would ask the same ones
 
     def _connect(self, root: str, name: str) -> socket.socket:
         node, address, port = self._peers.target(name)
