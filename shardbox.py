@@ -4550,7 +4550,8 @@ class Wire(_Station):
 # On a `file/<root>` connection the taker speaks first, one letter:
 #   L             the answer is a length (4 bytes) and JSON: sizes and chunk hashes, which give <root>
 #   A, a bitmap   of the chunks that it lacks and that nobody is sending it. The answer is the number (4 bytes, signed)
-#                 of the one that this giver has handed out least, or -1: none of them is here now. Then the taker says
+#                 of the one that this giver has handed out least; -1: none of them is here now, -2: it gives to as many
+#                 as it will at once, so that each chunk comes soon and can be passed on soon. Then the taker says
 #                 y, and the chunk's bytes come, or n: it has found it elsewhere in the meantime
 # The giver chooses, because it alone knows what it gave to whom: every chunk leaves a lone giver once before any leaves
 # it twice, and the takers pass the rest on among themselves. Nothing is believed of either side: what does not hash to
@@ -4558,6 +4559,7 @@ class Wire(_Station):
 
 STREAMS = 2  # connections to a giver while there is one or two: one receives while the other hashes and writes
 MAX_STREAMS = 4  # in all: more would only make each chunk come later, and be passed on later; each holds one in memory
+TURNS = 3  # chunks that a giver sends at once
 SILENT_S = 15.0  # a giver that sends nothing for so long is given up for now
 BENCH_S = 10.0  # how long one that failed is left alone
 SLOW_S = 5.0  # once all that is missing is on its way: a chunk that takes longer, and four times as long as others,
@@ -4879,6 +4881,7 @@ class Giver:
         self._listing, self._paths, self._pace, self._landing = listing, paths, pace, landing
         self._chunks = listing.chunks
         self._handed_out, self._lock = [0] * len(self._chunks), threading.Lock()
+        self._turns = threading.Semaphore(TURNS)
 
     def serve(self, sock: socket.socket) -> None:
         """Answer one taker until it leaves; in a thread. Files that changed meanwhile end it."""
@@ -4887,19 +4890,34 @@ class Giver:
             files = [stack.enter_context(file) for file in self._open()]
             letter, bitmap = bytearray(1), bytearray(-(-len(self._chunks) // 8))
             while sock.recv_into(letter):
+                sock.settimeout(SILENT_S)  # a taker that stands still must not keep others waiting
                 if letter == b"L":
                     data = json.dumps(to_json(self._listing)).encode()
                     sock.sendall(_LENGTH.pack(len(data)) + data)
+                    sock.settimeout(None)
                     continue
                 receive_exactly(sock, memoryview(bitmap))
-                number = self._pick(int.from_bytes(bitmap, "little"))
-                sock.sendall(_CHUNK_NUMBER.pack(number))
-                if number >= 0:
-                    receive_exactly(sock, memoryview(letter))
-                    if letter == b"y":
-                        self._send(sock, files, number)
-                    else:
-                        self._handed_out[number] -= 1
+                self._await_chunk(int.from_bytes(bitmap, "little"))
+                if self._turns.acquire(timeout=OFFER_WAIT_S):
+                    try:
+                        self._offer(sock, files, int.from_bytes(bitmap, "little"))
+                    finally:
+                        self._turns.release()
+                else:
+                    sock.sendall(_CHUNK_NUMBER.pack(-2))
+                sock.settimeout(None)
+
+    def _offer(self, sock: socket.socket, files: Sequence[BinaryIO], wanted: int) -> None:
+        """Offer one chunk, and send it if that is still welcome."""
+        number, answer = self._pick(wanted), bytearray(1)
+        sock.sendall(_CHUNK_NUMBER.pack(number))
+        if number < 0:
+            return
+        receive_exactly(sock, memoryview(answer))
+        if answer == b"y":
+            self._send(sock, files, number)
+        else:
+            self._handed_out[number] -= 1
 
     def _open(self) -> list[BinaryIO]:
         """Each connection has its own."""
@@ -4910,13 +4928,14 @@ class Giver:
                 raise ConnectionAbortedError("that copy has just ended")
             return [open(os.dup(file), "rb") for file in self._landing.files]
 
-    def _pick(self, wanted: int) -> int:
-        landing = self._landing
-        wanted &= (1 << len(self._chunks)) - 1
-        if landing is not None:
+    def _await_chunk(self, wanted: int) -> None:
+        """Where none of these is here yet: wait a moment for one to land."""
+        if (landing := self._landing) is not None:
             with landing.changed:
                 landing.changed.wait_for(lambda: landing.held & wanted, OFFER_WAIT_S)
-                wanted &= landing.held
+
+    def _pick(self, wanted: int) -> int:
+        wanted &= self._landing.held if self._landing else (1 << len(self._chunks)) - 1
         with self._lock:
             number = pick_chunk(wanted, self._handed_out)
             if number >= 0:
@@ -5091,7 +5110,7 @@ class Copy:
                         raise MessageError("sends what was not asked for")
                     if chosen >= 0:
                         self._take(sock, landing, chosen, buffer)
-                    elif self._crowd:
+                    elif self._crowd and chosen == -1:
                         return  # perhaps another one has more to give
         except (ShardboxError, OSError) as error:
             if not self._stop.is_set() and landing.missing:
