@@ -6,7 +6,7 @@ DEMO_ARGS ?=
 TEST_ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test unit check lint types build build-check fault soak e2e fuzz bench bench-copy fmt lock clean
+.PHONY: help venv demo test unit check lint types build release build-check fault soak e2e fuzz bench bench-plan bench-copy fmt lock clean
 
 help: ## list the targets
 	@grep -E '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 14
@@ -44,11 +44,14 @@ build: ## dist/shardbox, one executable for machines like this one, and its SHA2
 	@PYTHON="$(PYTHON)" tools/build-deps
 	@$(MAKE) --no-print-directory venv
 	@rm -rf build/folder && mkdir -p build && date +%s > build/started
-	PYTHONHASHSEED=0 PYINSTALLER_ZLIB_COMPRESSION_LEVEL=0 $(BIN)/pyinstaller --noconfirm --log-level WARN --distpath build/folder --workpath build/pyinstaller build.spec
+	PYTHONHASHSEED=0 PYINSTALLER_ZLIB_COMPRESSION_LEVEL=0 $(BIN)/python -m PyInstaller --noconfirm --log-level WARN --distpath build/folder --workpath build/pyinstaller build.spec
 	patchelf --set-rpath '$$ORIGIN/_internal' build/folder/shardbox/shardbox
 	gcc -std=gnu11 -O2 -Wall -Wextra -Werror -static -s -Wl,--build-id=none -o build/launcher tools/launcher.c -lzstd
 	$(BIN)/python tools/pack.py build/launcher build/folder/shardbox dist/shardbox
 	@echo "built in $$(( $$(date +%s) - $$(cat build/started) )) s"
+
+release: venv ## dist/shardbox for old systems, tried in some, and build/release.json (root, debootstrap; at first 15 minutes)
+	PYTHONPATH=tools $(BIN)/python tools/release.py
 
 build-check: venv ## build the last commit twice, in different folders: the same bytes?
 	@PYTHON="$(PYTHON)" BIN="$(CURDIR)/$(BIN)" tools/build-check
@@ -68,6 +71,9 @@ fuzz: venv ## hostile input and 10,000 half-open connections (FUZZ_SECONDS=60)
 bench: EXE ?= $(wildcard dist/shardbox)
 bench: venv ## measurements of speed and memory, of dist/shardbox where it has been built
 	PYTHONPATH=. SHARDBOX_EXE="$(EXE)" $(BIN)/python tests/bench.py
+
+bench-plan: venv ## how long plans take; with SHARDBOX_PRIMA and SHARDBOX_MODEL, what they predict against real engines
+	PYTHONPATH=. $(BIN)/python tests/bench_plan.py
 
 bench-copy: venv ## copies beside scp and rsync, to 2 and 8 boxes, and beside a ring that answers (root)
 	PYTHONPATH=.:tests:tests/integration $(BIN)/python tests/bench_copy.py

@@ -29,45 +29,38 @@ Sections, top to bottom; none uses a later one:
 
 from __future__ import annotations
 
-import base64
+import sys
+
+VERSION = "0.1.0"
+if __name__ == "__main__" and sys.argv[1:] == ["version"]:  # at once: the rest takes five times as long
+    sys.exit(print(f"shardbox {VERSION}"))
+
 import collections
 import contextlib
-import ctypes
 import dataclasses
-import difflib
 import errno
 import fcntl
-import fnmatch
 import functools
 import gc
 import hashlib
-import hmac
 import importlib
-import ipaddress
 import itertools
 import json
 import logging
 import math
 import mmap
 import os
-import platform
-import random
 import re
-import secrets
 import select
 import signal
 import socket
 import stat
 import struct
-import subprocess
-import sys
-import tempfile
 import threading
 import time
 import types
 import typing
 import urllib.parse
-import uuid
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
@@ -77,7 +70,19 @@ from typing import TYPE_CHECKING, Any, BinaryIO, TypeAlias, TypeVar
 
 if TYPE_CHECKING:
     import asyncio
+    import base64
+    import ctypes
+    import difflib
+    import fnmatch
+    import hmac
+    import ipaddress
+    import platform
+    import random
+    import secrets
     import ssl
+    import subprocess
+    import tempfile
+    import uuid
 
     import aiohttp
     from aiohttp import web
@@ -88,19 +93,38 @@ if TYPE_CHECKING:
 
 
 class LazyModule:
-    """A module that is imported at its first use: cron asks for `status` every minute, and these take 0.25 s."""
+    """A module that is imported at its first use: cron asks for `status` every minute, and all of them take 0.3 s."""
 
     def __init__(self, name: str) -> None:
         self._name = name
 
+    def load(self) -> Any:
+        """The module itself."""
+        return importlib.import_module(self._name)
+
     def __getattr__(self, attribute: str) -> Any:
-        return getattr(importlib.import_module(self._name), attribute)
+        return getattr(self.load(), attribute)
 
 
 if not TYPE_CHECKING:
-    asyncio, aiohttp, web = LazyModule("asyncio"), LazyModule("aiohttp"), LazyModule("aiohttp.web")
+    web = LazyModule("aiohttp.web")
+    for _name in ("aiohttp", "asyncio", "base64", "ctypes", "difflib", "fnmatch", "hmac", "ipaddress", "platform",
+                  "random", "secrets", "ssl", "subprocess", "tempfile", "uuid"):  # fmt: skip
+        globals()[_name] = LazyModule(_name)
 
-VERSION = "0.1.0"
+
+def load_all(*but: str) -> None:
+    """Import now what waits: whoever runs for weeks does not depend on unpacked files, which may vanish."""
+    kept = {name: os.environ.get(name) for name in ("SSL_CERT_FILE", "SSL_CERT_DIR")}
+    # aiohttp's import reads all CAs of the system, which nothing here uses: 50 ms, 2 MB
+    os.environ.update(dict.fromkeys(kept, os.devnull))
+    for name, value in list(globals().items()):
+        if isinstance(value, LazyModule) and name not in but:
+            value.load()
+    for name, before in kept.items():
+        os.environ.pop(name) if before is None else os.environ.update({name: before})
+
+
 PROTOCOL = 1  # of control messages and services between nodes; another number is named, never guessed at
 log = logging.getLogger("shardbox")
 
@@ -942,6 +966,7 @@ class ModelShape:
     active_bytes: tuple[int, ...] = ()  # of these, what one token reads: not every expert; (): all
     kv_values: tuple[int, ...] = ()  # one entry a layer: keys and values of one token; (): kv_heads in each
     experts_used: int = 0  # of each layer; 0: it has none
+    merges: bool = False  # a BPE vocabulary
     sliding_window: int = 0  # tokens, as the header says; Prima keeps the whole context all the same
     embedding_bytes: int  # token_embd
     output_bytes: int  # output, output_norm and all else that is not in a layer
@@ -1328,6 +1353,7 @@ def model_shape(headers: Sequence[GgufHeader]) -> ModelShape:
         active_bytes=active_bytes,
         kv_values=tuple(its * (key_width + value_width) for its in kv_heads * (layers // len(kv_heads))),
         experts_used=used,
+        merges=first.metadata.get("tokenizer.ggml.model") == "gpt2",
         sliding_window=count("attention.sliding_window", 0),
         embedding_bytes=embedding.bytes,
         output_bytes=by_type.total() - sum(layer_bytes) - embedding.bytes,
@@ -1391,17 +1417,17 @@ GPU_BASE_BYTES = 512 * MIB  # a CUDA context and its scratch space, on each card
 HEADROOM = 0.05  # of a node's memory, left alone
 CONTEXT_STEP = 32  # llama.cpp rounds a context up to this
 PREFILL_BATCH = 512  # tokens; llama.cpp's default ubatch, what compute buffers are sized for
-MAX_CYCLES = 29  # Prima has 32 schedulers: one a window, and the leader's two ends (bdf9d8e7, src/llama.cpp)
+MAX_CYCLES = 8  # each takes a compute buffer and all hops again; Prima's schedulers end at 29 (bdf9d8e7, src/llama.cpp)
 EXACT_ORDER = 10  # ranks: up to here the order of a ring is the best there is
 
 # What an engine holds beside buffers (measured on bdf9d8e7 over five models): code, threads, tables; strings and
-# indexes of its vocabulary, per token; cells of the KV cache, per token of context.
-ENGINE_BASE_BYTES, VOCAB_TOKEN_BYTES, CONTEXT_CELL_BYTES = 16 * MIB, 512, 128
+# indexes of its vocabulary, per token, with and without merges (BPE); cells of the KV cache, per token of context.
+ENGINE_BASE_BYTES, VOCAB_TOKEN_BYTES, CONTEXT_CELL_BYTES = 8 * MIB, {False: 320, True: 640}, 128
 
 # How fast it computes: weights a core multiplies while it could scan one byte in its cache; time around each layer; one
 # hop through two engines and forwarders beside the network. Measured on bdf9d8e7 with AVX-512 (2026-12-01, AMD EPYC
 # 9004): eleven quantisations lie within 0.7 and 1.4 of this.
-WEIGHTS_PER_SCANNED_BYTE, LAYER_S, HOP_S = 0.18, 60e-6, 250e-6
+WEIGHTS_PER_SCANNED_BYTE, LAYER_S, HOP_S = 0.2, 60e-6, 250e-6
 TOKEN_S_PER_VOCAB = 20e-9  # sampling on the leader
 ASSUMED_LINK = LinkFacts(rtt_ns=500_000, bytes_per_s=110_000_000)  # until it is measured: 1 Gbit/s
 
@@ -1471,8 +1497,14 @@ BETTER = 0.8  # a plan is clearly better when a token takes at most this share o
 
 
 def improvement(old: ModelPlan, new: ModelPlan) -> str:
-    """Why a ring that serves by the old plan should form anew by the new one; "" where that is not worth it: fewer
-    ranks, or as many with (1 - BETTER) of the layers more on cards."""
+    """Why a ring that serves by the old plan should form anew by the new one; "" where that is not worth it: in memory
+    instead of paged from disk, a token in at most BETTER of the time, or, where times are not known, fewer ranks, or as
+    many with (1 - BETTER) of the layers more on cards."""
+    if old.paged_bytes or new.paged_bytes:
+        return "it fits into memory now" if not new.paged_bytes else ""
+    if old.token_s and new.token_s:
+        times = f"{1000 * new.token_s:.3g} ms a token are predicted, instead of {1000 * old.token_s:.3g} ms"
+        return times if new.token_s <= BETTER * old.token_s else ""
     if new.world != old.world:
         fewer = f"{new.world} node{'s' * (new.world > 1)} can serve it now, instead of {old.world}"
         return fewer if new.world < old.world else ""
@@ -1537,13 +1569,15 @@ def model_costs(shape: ModelShape, context: int, slots: int = 1) -> Costs:
     llama_kv_cache_init, llama_output_reserve; compute buffers to the MiB on five models).
 
     The KV cache is f16, two bytes a value, for the whole context also in layers with a sliding window. A window's
-    graph keeps the mask and either the scores of all heads and three activations, or both halves of the feed-forward
-    layer (of every used expert) and two. The ends have graphs of their own, and logits for a whole batch."""
+    graph keeps the mask and either the scores of all heads and four activations, or both halves of the feed-forward
+    layer (of every used expert) and three; one less where the model ends. The leader's ends have graphs of their own:
+    three activations, and logits for a whole batch."""
     batch, used = min(PREFILL_BATCH, context), max(1, shape.experts_used)
     inner, outer = 4 * batch * max(shape.width, shape.heads * shape.key_width), 4 * batch * shape.width
-    forward = 4 * batch * used * max(2 * shape.ff_width, shape.ff_width + shape.width) + 2 * outer
+    forward = 4 * batch * used * max(2 * shape.ff_width, shape.ff_width + shape.width) + 3 * outer
     scores = 4 * batch * context * shape.heads
     scratch = 2 * batch * max(context * shape.heads, shape.ff_width * used)  # src1 of a product, as f16 at most
+    words = VOCAB_TOKEN_BYTES[shape.merges]
     values = shape.kv_values or (shape.kv_heads * (shape.key_width + shape.value_width),) * shape.layers
     kv_bytes = tuple(2 * context * count for count in values)
     both = [weights + kv for weights, kv in zip(shape.layer_bytes, kv_bytes, strict=True)]
@@ -1552,9 +1586,9 @@ def model_costs(shape: ModelShape, context: int, slots: int = 1) -> Costs:
         kv_bytes=kv_bytes,
         upto=tuple(itertools.accumulate(both, initial=0)),
         ends_bytes=shape.embedding_bytes + shape.output_bytes,
-        graph_bytes=4 * batch * context + max(scores + 3 * inner, forward) + 64 * KIB,
-        leader_buffer_bytes=4 * (batch + slots) * shape.vocab + 3 * outer,
-        base_bytes=ENGINE_BASE_BYTES + scratch + VOCAB_TOKEN_BYTES * shape.vocab + CONTEXT_CELL_BYTES * context,
+        graph_bytes=4 * batch * context + max(scores + 4 * inner, forward) + 128 * KIB,
+        leader_buffer_bytes=4 * (batch + slots + 1) * shape.vocab + 2 * outer + 128 * KIB,
+        base_bytes=ENGINE_BASE_BYTES + scratch + words * shape.vocab + CONTEXT_CELL_BYTES * context,
     )
 
 
@@ -1941,8 +1975,9 @@ class _Draft:
         if need <= have:
             short = f"but not in pieces that hold whole layers of {format_size(max(self.costs.layer_bytes))}"
         if self.model.overcommit and (found := self.cycled(lead, others[: most - 1])):
-            ring, cycles = found
-            return ring, cycles, f"memory is short ({short}): weights are read from disk again for every token"
+            missing = sum(max(0, -left) for left in self.free(*found))
+            reason = f"memory is short by {format_size(missing)}: weights are read from disk again for every token"
+            return *found, reason
         listing = ", ".join(f"{room.node} {format_size(room.total_bytes)}" for room in rooms)
         what = f"too big for the nodes there are: needs {format_size(need)}, they have {format_size(have)}"
         hint = "add a box, a smaller quantisation or a shorter context, or (slow, from disk) set `overcommit = true`"
@@ -1995,27 +2030,23 @@ class _Draft:
     def cycled(self, lead: Room, others: Sequence[Room]) -> tuple[_Ring, int] | None:
         """Windows small enough that each node holds the one it computes and the next, which it fetches meanwhile; and
         how often they go round. Only what cannot be dropped from memory must fit: KV cache and buffers."""
-        rooms = self.ordered(lead, others)
-        for cycles in range(1 if len(rooms) == 1 else 2, MAX_CYCLES + 1):
-            window_sum = -(-self.shape.layers // cycles)
-            able = [
-                room
-                for room in rooms
-                if room is lead or room.total_bytes > self.costs.fixed_bytes(leader=False, cycles=cycles)
-            ][: min(window_sum, MAX_RANKS)]
-            spare = [room.total_bytes - self.costs.fixed_bytes(room is lead, cycles) for room in able]
+        costs, layers = self.costs, self.shape.layers
+        least = costs.fixed_bytes(leader=False, cycles=MAX_CYCLES) + 2 * max(costs.layer_bytes)
+        least += MAX_CYCLES * max(costs.kv_bytes)
+        able = [room for room in others if room.total_bytes >= least][: max(0, layers // 2 - 1)]
+        rooms = self.ordered(lead, able)
+        for cycles in range(2, min(MAX_CYCLES, layers // len(rooms)) + 1) if able else (1,):
+            spare = [room.total_bytes - costs.fixed_bytes(room is lead, cycles) for room in rooms]
             if min(spare) <= 0:
                 return None
-            ring = list(zip(able, largest_remainder(window_sum, spare), strict=True))
+            ring = list(zip(rooms, largest_remainder(-(-layers // cycles), spare), strict=True))
             needs = [
-                sum(self.costs.kv_bytes[n] for start, count in its for n in range(start, start + count))
-                + min(2, cycles) * window * max(self.costs.layer_bytes) * (len(able) > 1)
+                sum(costs.kv_bytes[n] for start, count in its for n in range(start, start + count))
+                + (2 * window * max(costs.layer_bytes) if able else 0)
                 for its, (_, window) in zip(self.pieces(ring), ring, strict=True)
             ]
             if all(need <= have for need, have in zip(needs, spare, strict=True)):
                 return ring, cycles
-            if len(able) == 1:
-                return None
         return None
 
     def pieces(self, ring: _Ring) -> list[list[tuple[int, int]]]:
@@ -2318,7 +2349,7 @@ PROBE_TIMEOUT_S = 120.0  # bounds the one-token answer that makes a ring ready
 LOAD_BASE_S, LOAD_BYTES_PER_S = 120.0, 40e6  # start deadline: a slow disk reads 40 MB/s
 BACKOFF_BASE_S, BACKOFF_CAP_S = 1.0, 16.0  # pause before a ring forms again, doubled at each failure
 QUICK_FAILURES = 6  # this many in a row, and the model is `failed` until an operator starts it
-STEADY_S = 60.0  # a ring that served this long has proved itself: failures count from zero again
+STEADY_S = 30.0  # a ring that served this long has proved itself: failures count from zero again
 RESTART_MEMORY_S = 900.0  # how long `status` warns of a restart
 
 
@@ -2910,23 +2941,23 @@ def probe_cores(root: str = "/", affinity: int = 0) -> int:
 
 
 def _scan_rate(pieces: Sequence[tuple[int, int]], seconds: float) -> float:
-    """Bytes a second that as many threads read, each its own piece of memory (address, size) from end to end; the best
-    round counts. memchr() reads as wide as the processor can, and runs beside the interpreter's lock."""
+    """Bytes a second that as many threads read, each its own piece of memory (address, size) again and again. memchr()
+    reads as wide as the processor can, and runs beside the interpreter's lock; a thread's own time does not count what
+    other programs take of the processor."""
     scan = ctypes.CDLL(None).memchr
     scan.argtypes, scan.restype = (ctypes.c_void_p, ctypes.c_int, ctypes.c_size_t), ctypes.c_void_p
-    times = max(1, 16 * MIB // pieces[0][1])
+    times, deadline = max(1, 8 * MIB // pieces[0][1]), time.perf_counter() + seconds
 
-    def read(piece: tuple[int, int]) -> None:
-        for _ in range(times):
-            scan(piece[0], 7, piece[1])
+    def rate(piece: tuple[int, int]) -> float:
+        started, count = time.thread_time(), 0
+        while not count or time.perf_counter() < deadline:
+            for _ in range(times):
+                scan(piece[0], 7, piece[1])
+            count += times
+        return count * piece[1] / max(1e-6, time.thread_time() - started)
 
-    best, deadline = 0.0, time.perf_counter() + seconds
     with ThreadPoolExecutor(len(pieces)) as pool:
-        while time.perf_counter() < deadline:
-            started = time.perf_counter()
-            list(pool.map(read, pieces))
-            best = max(best, times * sum(size for _, size in pieces) / (time.perf_counter() - started))
-    return best
+        return sum(pool.map(rate, pieces))
 
 
 def measure_speed(cores: int, available_bytes: int) -> SpeedFacts:
@@ -3417,6 +3448,14 @@ class Surveyor:
             if found and len(found) == len(parts) and root_hash([(size, hashes) for _, size, hashes in found]) == root:
                 return found
         return []
+
+    def still_here(self, root: str) -> bool:
+        """Whether the files of this content are what they were when they were read; if not, the next survey looks."""
+        with contextlib.suppress(OSError):
+            if self.content(root):
+                return True
+        self._checked = 0.0
+        return False
 
     def reread(self, model: ModelConfig) -> dict[str, str]:
         """The content hash of a model here before, and now that every byte is read again; a problem in words."""
@@ -6449,6 +6488,8 @@ class Peers:
             if isinstance(error.__cause__, MeshError):
                 raise error.__cause__ from None
             raise MeshError(f"the connection broke ({error or type(error).__name__})", where=target[0]) from None
+        if isinstance(to, str):  # whoever answers lives, though the next question may hang at an address of before
+            self.known[to].last_seen = time.monotonic()
         if reply.status == 200:
             return data
         said = data.get("error") if isinstance(data, dict) else None
@@ -6737,6 +6778,10 @@ class Library:
         except OSError as error:
             log.warning("`models --prune` will not know of %s: %s", ", ".join(paths), error)
 
+    def still_here(self, root: str) -> bool:
+        """See Surveyor.still_here. Any thread."""
+        return self._surveyor.still_here(root)
+
     async def reread(self, model: ModelConfig) -> dict[str, str]:
         """See Surveyor.reread."""
         found = await self._box.in_thread(self._surveyor.reread, model)
@@ -6787,7 +6832,12 @@ class RankHost:
     """Grants leases, starts engines with their wires, and stops them. All in the event loop but `open_service`."""
 
     def __init__(
-        self, box: Box, spawner: Spawner, peers: Peers, library: Library, on_trouble: Callable[[RankRun, str], None]
+        self,
+        box: Box,
+        spawner: Spawner,
+        peers: Peers,
+        library: Library,
+        on_trouble: Callable[[RankRun, str, str], None],
     ) -> None:
         self.runs: dict[str, RankRun] = {}  # by model
         self._library = library
@@ -6839,6 +6889,10 @@ class RankHost:
             raise PlanError("the proposed plan contradicts itself", where=f"model {name}")
         if box.stop.is_set() and plan.rank_of(box.name):
             raise PlanError(f"{box.name} goes down", where=f"model {name}")
+        copy = box.facts.model(name)
+        reads = plan.rank_of(box.name) and copy.root and not box.rehearses
+        if reads and not await box.in_thread(self._library.still_here, copy.root):
+            raise GgufError("has changed, and is being read again", where=f"{box.name}: {copy.path}")
         lend = functools.partial(grant, model=name, proposer=proposer, generation=generation, now=time.monotonic())
         claim = self._claims.get(name)
         self._claims[name] = lend(claim if claim and claim.proposer != proposer else None)
@@ -6852,7 +6906,6 @@ class RankHost:
         if held:  # of another proposer only when its lease ran out, but it has not been reaped yet
             lend(None if held.lease.proposer == proposer else held.lease)
             await self.release(held, orderly=False)
-        copy = box.facts.model(name)
         if not box.rehearses:
             check_own(box.name, copy, box.facts.binary("leader" if mine.rank == 0 else "worker"), expect)
         path = copy.path or os.path.join(box.config.folder, model.path)
@@ -6944,7 +6997,7 @@ class RankHost:
         run.log.note(run.problem)
         text = f"rank {run.rank} ({self._box.name}) of {run.plan.model}: {run.problem}"
         self.exits.appendleft(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {text}")
-        self._on_trouble(run, text)
+        self._on_trouble(run, "trouble", text)
 
     async def _watch_bound(self, run: RankRun, engine: EngineProcess) -> None:
         """Set `bound` once the engine listens on what others will dial."""
@@ -6987,7 +7040,7 @@ class RankHost:
 
         def tell() -> None:
             if run.works:
-                self._on_trouble(run, f"{what}: {reason}")
+                self._on_trouble(run, "lost", f"{what}: {reason}")
 
         if run.works:
             with contextlib.suppress(RuntimeError):  # the loop is closed: the node is ending
@@ -7107,6 +7160,7 @@ class Rings:
     def __init__(self, box: Box, host: RankHost, peers: Peers, on_change: Callable[[], None]) -> None:
         self.rings: dict[str, Ring] = {}
         self.traffic: dict[str, Traffic] = {}
+        self._doubted: dict[str, str] = {}  # models that are about to be asked, and their ring's generation
         self.pauses: dict[str, float | None] = {}  # see Pulse, by model: kept from ring to ring
         self.ranks: dict[str, dict[str, RankView]] = {}  # what the ranks of a ring said last, by model and node
         self._box, self._host, self._peers, self._on_change = box, host, peers, on_change
@@ -7298,12 +7352,17 @@ class Rings:
     def doubt(self, model: str, reason: str) -> None:
         """A ring that serves may be broken: ask it for a token. Only then: a probe can cost somebody's prompt cache."""
         ring = self.rings.get(model)
-        if ring and ring.phase == Phase.SERVING and ring.plan:
+        if ring and ring.phase == Phase.SERVING and ring.plan and self._doubted.get(model) != ring.generation:
+            self._doubted[model] = ring.generation
             log.info("model %s: asked for a token, because %s", model, reason)
             self._run(Effect(kind="doubt", generation=ring.generation, plan=ring.plan), self._ask_again)
 
     async def _ask_again(self, model: str, effect: Effect) -> None:
         """One token of the free slot with the shortest prompt; a busy ring shows by itself whether it works."""
+        try:
+            await asyncio.sleep(WIRE_GRACE_S + LOG_CLOSE_S)  # an engine that has ended says more
+        finally:
+            self._doubted.pop(model, None)
         run, traffic = self._host.get(model, effect.generation), self.traffic[model]
         assert run.session is not None
         path, body = "/v1/embeddings", dict[str, Any](input="Hi")
@@ -7319,6 +7378,9 @@ class Rings:
             async with run.session.post(f"http://engine{path}", json=body) as reply:
                 await reply.read()
         except (aiohttp.ClientError, OSError, ValueError) as error:
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(run.exited.wait(), WIRE_GRACE_S)
+                return  # what is told of its end says more
             raise EngineError(f"no answer when asked again: {error!r}", where=f"model {model}") from None
         finally:
             traffic.in_flight -= 1
@@ -7346,9 +7408,11 @@ class Rings:
 
 
 def sign_of_life(views: Sequence[RankView]) -> str:
-    """Changes when bytes move in the ring, or a rank reads its disk or computes (more than idling does)."""
+    """Changes when bytes move in the ring, or a rank reads, brings pages in (16 MiB: some file systems count no reads)
+    or computes (0.2 s: more than idling does)."""
     moved = sum(wire.sent_bytes + wire.received_bytes for view in views for wire in view.wires)
-    return f"{moved}/{sum(int(view.cpu_s * 5) for view in views)}/{sum(view.read_bytes for view in views)}"
+    computed, resident = (sum(int(view.cpu_s * 5) for view in views), sum(view.rss_bytes >> 24 for view in views))
+    return f"{moved}/{computed}/{resident}/{sum(view.read_bytes for view in views)}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -7718,10 +7782,15 @@ class Node:
         return self._unready(model.name, plan) or elsewhere_led or self._unmeasured(plan, now)
 
     def _unmeasured(self, plan: ModelPlan, now: float) -> str:
-        """Whether a ring whose order counts should wait a moment until all ways between its nodes are measured."""
-        here = {facts.name: facts.links for facts in self.all_facts() if plan.world > 2 and plan.rank_of(facts.name)}
-        pairs = itertools.combinations(sorted(here), 2) if now - self.peers.newest < LINKS_WAIT_S else ()
-        return "measuring the network" if any(b not in here[a] and a not in here[b] for a, b in pairs) else ""
+        """Whether forming should wait a moment until the plan's nodes know their speed, and the ways between them where
+        the order of the ring counts."""
+        here = {facts.name: facts for facts in self.all_facts() if plan.rank_of(facts.name)}
+        if now - self.peers.newest >= LINKS_WAIT_S:
+            return ""
+        slow = [name for name, facts in here.items() if not (self.box.rehearses or facts.speed.core_bytes_per_s)]
+        pairs = itertools.combinations(sorted(here), 2) if plan.world > 2 else ()
+        unknown = any(b not in here[a].links and a not in here[b].links for a, b in pairs)
+        return "measuring nodes and network" if slow or unknown else ""
 
     def _forming_wait(self, model: ModelConfig, now: float) -> str:
         """What the first forming still waits for: declared nodes, or a moment without new ones."""
@@ -7737,17 +7806,17 @@ class Node:
             return f"waiting for {', '.join(missing)} ({left:.0f} s more)"
         return "looking for other nodes" if not declared and now - self.peers.newest < SETTLE_S else ""
 
-    def _on_trouble(self, run: RankRun, text: str) -> None:
-        """A rank here is broken: tell the ring's proposer, which may be this node."""
+    def _on_trouble(self, run: RankRun, kind: str, text: str) -> None:
+        """A rank here is broken, or lost to another: tell the ring's proposer, which may be this node."""
         log.warning("%s", text)
         if run.lease.proposer == self.box.name:
-            self.rings.post(run.plan.model, Event(kind="trouble", generation=run.lease.generation, reason=text))
+            self.rings.post(run.plan.model, Event(kind=kind, generation=run.lease.generation, reason=text))
         else:
-            keep_task(self.box.tasks, self._report(run, text))
+            keep_task(self.box.tasks, self._report(run, kind, text))
 
-    async def _report(self, run: RankRun, reason: str) -> None:
+    async def _report(self, run: RankRun, kind: str, reason: str) -> None:
         try:
-            await self._tell_proposer(run, reason)
+            await self._tell_proposer(run, kind, reason)
         except ShardboxError as error:
             log.info("%s cannot be told (%s): this rank stops", run.lease.proposer, error.what)
             await self.host.release(run, orderly=False)
@@ -7755,11 +7824,11 @@ class Node:
     async def _leave(self, run: RankRun) -> None:
         """Tell the leader of a ring that this node goes, and give it time to stop the ring in order."""
         with contextlib.suppress(ShardboxError, TimeoutError):
-            await self._tell_proposer(run, f"{self.box.name} goes down", leaving="yes")
+            await self._tell_proposer(run, "leaving", f"{self.box.name} goes down")
             await asyncio.wait_for(run.exited.wait(), self.box.config.api.drain_s + RING_STOP_S)
 
-    async def _tell_proposer(self, run: RankRun, reason: str, **more: str) -> None:
-        body = {"model": run.plan.model, "generation": run.lease.generation, "reason": reason, **more}
+    async def _tell_proposer(self, run: RankRun, kind: str, reason: str) -> None:
+        body = {"model": run.plan.model, "generation": run.lease.generation, "kind": kind, "reason": reason}
         await self.peers.call(run.lease.proposer, "POST", "/peer/trouble", body)
 
     # --- running -------------------------------------------------------------------------------------
@@ -8225,7 +8294,8 @@ class PeerService:
         data = await message(request, "model", "generation", "reason")
         ring = self._node.rings.rings.get(data["model"])
         if ring and ring.plan and ring.plan.rank_of(self._caller(request)):
-            kind, reason = "leaving" if data.get("leaving") else "trouble", printable(data["reason"])[:1000]
+            kind = data["kind"] if data.get("kind") in ("leaving", "lost") else "trouble"
+            reason = printable(data["reason"])[:1000]
             grace_s = self._node.box.config.api.drain_s
             event = Event(kind=kind, generation=data["generation"] or "-", reason=reason, grace_s=grace_s)
             self._node.rings.post(ring.model, event)
@@ -8646,9 +8716,9 @@ async def wait_for_ring(node: Node, model: str, held: Held, error: RingError) ->
             view, now = best_view(node, model), time.monotonic()
             if node.stop.is_set() or held.gives_up(view.phase, now):
                 raise error if held.breaks >= HELD_TRIES or view.phase == Phase.SERVING else not_ready(node, model)
+            await asyncio.sleep(HOLD_POLL_S)  # also before the first: what is said of the ring may be some seconds old
             if held.may_ask(view.phase, view.generation, now):
                 return
-            await asyncio.sleep(HOLD_POLL_S)
     finally:
         traffic.held -= 1
 
@@ -9350,23 +9420,27 @@ def run_up(config: Config, name: str, detach: bool) -> int:
     """`up` with its configuration read."""
     secret = read_secret(config)
     folder = state_folder(config.cluster.name, name)
-    os.makedirs(folder, mode=0o700, exist_ok=True)
+    make_state(folder)
     if detach:
         return detach_up(config, name, os.path.join(folder, "node.log"))
-    os.makedirs(os.path.join(folder, "logs"), mode=0o700, exist_ok=True)
     with one_node_only(folder, name):
         stop_leftovers(folder)
         problem = isolation_problem()  # tried once in a child, before any thread
         if problem and config.node(name).engine.isolate == "always":
             hint = 'mend that, or set [engine] isolate = "auto"'
             raise ShardboxError(f"engines cannot be closed in: {problem}", where="engine.isolate", hint=hint)
-        spawner = Spawner.start()  # likewise
-        sys.setswitchinterval(1e-4)  # the wires' threads must not wait for the event loop's (mesh measurements)
+        load_all("aiohttp", "asyncio", "ssl", "web")  # which the spawner does not need: 10 MB
+        gc.freeze()  # what both share, no collector has to touch
+        spawner = Spawner.start()  # likewise before any thread
         try:
-            asyncio.run(_run_node(config, name, folder, own_keys(config, name, secret), spawner))
+            with ThreadPoolExecutor(1) as pool:
+                keys = pool.submit(own_keys, config, name, secret)  # scrypt takes 100 ms, the imports 200
+                load_all()
+            sys.setswitchinterval(1e-4)  # the wires' threads must not wait for the event loop's (mesh measurements)
+            asyncio.run(_run_node(config, name, folder, keys.result(), spawner))
         finally:
             spawner.close()
-            with contextlib.suppress(FileNotFoundError):
+            with contextlib.suppress(OSError):  # it has gone, or the folder has become read-only
                 os.unlink(control_path(folder))
     return 0
 
@@ -9396,10 +9470,21 @@ async def _run_node(config: Config, name: str, folder: str, keys: MeshKeys, spaw
     await node.run(start_services)
 
 
+def make_state(folder: str) -> None:
+    """The state folder and its lock file, both there. Raises UsageError where they cannot be."""
+    try:
+        os.makedirs(folder, mode=0o700, exist_ok=True)
+        os.makedirs(os.path.join(folder, "logs"), mode=0o700, exist_ok=True)
+        os.close(os.open(os.path.join(folder, "lock"), os.O_RDWR | os.O_CREAT, 0o644))
+    except OSError as error:
+        hint = "make room there, mend its permissions, or name another place with SHARDBOX_STATE"
+        raise UsageError(f"the state folder cannot be used: {error.strerror}", where=folder, hint=hint) from None
+
+
 @contextlib.contextmanager
 def one_node_only(folder: str, name: str) -> Iterator[None]:
     """Hold the node's lock file. Raises ShardboxError when another `up` holds it."""
-    with open(os.path.join(folder, "lock"), "a+") as file:
+    with open(os.path.join(folder, "lock"), "a+", encoding="ascii") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
@@ -9407,8 +9492,8 @@ def one_node_only(folder: str, name: str) -> Iterator[None]:
             what = f"node {name} already runs on this box (pid {file.read().strip() or '?'})"
             raise ShardboxError(what, hint="`shardbox down` ends it") from None
         file.truncate(0)
-        file.write(str(os.getpid()))
-        file.flush()
+        with contextlib.suppress(OSError):  # a full disk: it is the lock that counts
+            os.write(file.fileno(), b"%d" % os.getpid())
         yield
 
 
@@ -10329,8 +10414,28 @@ def main(argv: Sequence[str] | None = None) -> int:
     return code
 
 
+def plain_status(args: Sequence[str]) -> dict[str, Any] | None:
+    """The settings of `status` that click would find in these arguments; None for anything out of the ordinary."""
+    settings: dict[str, Any] = {"config_path": None, "node": None, "timeout_s": 10.0, "as_json": False, "brief": False}
+    flags, values = {"--json": "as_json", "--brief": "brief"}, {"--config": "config_path", "--node": "node"}
+    words = [*args]
+    while words:
+        word = words.pop(0)
+        if word in flags:
+            settings[flags[word]] = True
+        elif word in values and words and words[0] and not words[0].startswith("-"):
+            settings[values[word]] = words.pop(0)
+        else:
+            return None
+    return settings
+
+
 def run_command(args: list[str]) -> int:
     """The exit code of one command; an error is printed with its hint."""
+    if args[:1] == ["status"] and (settings := plain_status(args[1:])) is not None:  # without click, which takes 20 ms
+        with contextlib.suppress(KeyboardInterrupt):
+            return cmd_status(**settings)
+        return 130
     import click
 
     try:

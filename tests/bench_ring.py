@@ -90,7 +90,7 @@ def configuration(folder: str, model: str, layers: int) -> tuple[str, list[int],
     """(the TOML's path, endpoints of the nodes, argv of each rank of the bare ring)."""
     ports = shardbox.free_port_blocks(len(RANKS) + 1)
     engines, lib = os.environ["SHARDBOX_PRIMA"], os.environ.get("SHARDBOX_PRIMA_LIB", "")
-    lines = ["[cluster]", f'name = "ring-{os.getpid()}"', 'secret = "a bench needs no better secret than this"']
+    lines = ["[cluster]", f'name = "ring-{ports[0]}"', 'secret = "a bench needs no better secret than this"']
     lines += ['discovery = "static"', 'interfaces = ["lo"]', "[engine]", f'path = "{engines}"', f'lib = "{lib}"']
     lines += ["threads = 1"]
     for n, name in enumerate(RANKS):

@@ -180,6 +180,52 @@ def test_without_proc_it_says_so(exe: Path) -> None:
     assert "/proc must be mounted" in done.stderr
 
 
+@as_root
+def test_root_without_glibc_is_told_apart(exe: Path, home: Path) -> None:
+    """As on a system that has only musl."""
+    for folder in ("proc", "tmp"):
+        (home / folder).mkdir()
+    shutil.copy(exe, home / "shardbox")
+    script = f'mount -t proc proc "{home}/proc"; exec chroot "{home}" /shardbox version'
+    done = boxed(script, exe)
+    assert (done.returncode, done.stdout) == (125, ""), done
+    assert "there is no loader of glibc (a musl-only system?)" in done.stderr
+
+
+@as_root
+def test_without_dev_shm_the_demo_works(exe: Path, home: Path) -> None:
+    done = boxed('mount -t tmpfs -o ro,size=0 tmpfs /dev/shm; exec "$EXE" demo --once', exe, env={"HOME": str(home)})
+    assert "SHARDBOX OK - demo-32b 3/3 ranks" in done.stdout, done
+
+
+LANDLOCK = """
+import ctypes, os, sys
+def call(*args):
+    if (got := libc.syscall(*args)) < 0:
+        sys.exit(f"landlock: {os.strerror(ctypes.get_errno())}")
+    return got
+libc, execute = ctypes.CDLL(None, use_errno=True), (ctypes.c_uint64 * 1)(1)
+rules = call(444, ctypes.byref(execute), 8, 0)
+for path in ("/usr", "/lib", sys.argv[1]):
+    rule = (1).to_bytes(8, "little") + os.open(path, os.O_PATH).to_bytes(4, "little")
+    call(445, rules, 1, rule, 0)
+libc.prctl(38, 1, 0, 0, 0)
+call(446, rules, 0)
+os.execv(sys.argv[2], [sys.argv[2], "version"])
+"""
+
+
+def test_system_that_forbids_to_run_what_was_unpacked_is_named(exe: Path, home: Path) -> None:
+    """As SELinux or AppArmor do: the mount says nothing of it, only exec fails. Here by Landlock."""
+    command = [sys.executable, "-c", LANDLOCK, str(exe.parent), str(exe)]
+    done = subprocess.run(command, env={"HOME": str(home)}, capture_output=True, text=True, timeout=100, check=False)
+    if done.stderr.startswith("landlock: "):
+        pytest.skip(f"this kernel cannot do it: {done.stderr}")
+    assert (done.returncode, done.stdout) == (125, ""), done
+    assert f"{home}/.cache/shardbox: programs may not run from there" in done.stderr
+    assert os.listdir(home / ".cache/shardbox") == []
+
+
 # --- what it refuses ------------------------------------------------------------------------------------------
 
 
@@ -349,6 +395,13 @@ def test_deleted_folder_as_working_directory(exe: Path, home: Path) -> None:
     worked(done)
 
 
+@as_root
+def test_unreadable_folder_as_working_directory(exe: Path, home: Path) -> None:
+    closed = home / "closed"
+    closed.mkdir(mode=0)
+    worked(run(exe, user=NOBODY, cwd=str(closed)))
+
+
 @pytest.mark.parametrize("locale", ["C", "POSIX", "en_US.ISO-8859-1", "nonsense"])
 def test_any_locale_and_a_dumb_terminal(exe: Path, home: Path, locale: str) -> None:
     env = {"HOME": str(home), "LC_ALL": locale, "TERM": "dumb"}
@@ -396,11 +449,11 @@ def configured(folder: Path, engine: str = 'kind = "rehearsal"') -> Path:
 class Up:
     """A node that runs: its process, and how to ask it."""
 
-    def __init__(self, exe: Path, home: Path, more: Mapping[str, str]) -> None:
+    def __init__(self, exe: Path, home: Path, more: Mapping[str, str], *, through: Sequence[str] = ()) -> None:
         self.exe, self.env = exe, {"HOME": str(home), "SHARDBOX_STATE": str(home / "state"), **more}
         self.config = configured(home)
         self.log = (home / "log").open("wb+")
-        command = [str(exe), "up", "--config", str(self.config), "--node", "alpha"]
+        command = [*through, str(exe), "up", "--config", str(self.config), "--node", "alpha"]
         self.process = subprocess.Popen(command, env=self.env, stdout=self.log, stderr=self.log, cwd="/")
 
     def ask(self, *args: str) -> Done:
@@ -428,6 +481,22 @@ def up(exe: Path, home: Path) -> Iterator[Up]:
     node.log.close()
 
 
+@pytest.fixture
+def hardened(exe: Path, home: Path) -> Iterator[Up]:
+    """A node as systemd's ProtectSystem=strict leaves it: everything read-only but its cache and state."""
+    (home / "state").mkdir()
+    (home / "cache").mkdir()
+    keep = f'for d in "{home}/state" "{home}/cache"; do mount --bind "$d" "$d"; done'
+    script = f"{keep}; mount -o remount,bind,ro /"
+    through = ["unshare", "--mount", "--propagation", "private", "/bin/sh", "-euc", f'{script}; exec "$@"', "sh"]
+    more = {"PATH": "/usr/sbin:/usr/bin:/sbin:/bin", "SHARDBOX_CACHE_DIR": f"{home}/cache"}
+    node = Up(exe, home, more, through=through)
+    yield node
+    node.process.kill()
+    node.process.wait()
+    node.log.close()
+
+
 def below(pid: int) -> list[int]:
     """Every process below this one."""
     children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
@@ -449,7 +518,31 @@ def test_up_is_one_process_whose_engines_inherit_nothing_of_the_bundle(up: Up) -
     assert not [name for name in environment(engine) if name.startswith(("_SHARDBOX", "PYTHON"))]
     up.process.send_signal(signal.SIGTERM)
     assert up.process.wait(20) == 0
-    assert "second signal" not in up.said()
+    assert "second signal:" not in up.said()  # which ends at once; the first one drains
+
+
+@as_root
+def test_up_with_everything_read_only_but_cache_and_state(hardened: Up, home: Path) -> None:
+    hardened.until(1, "1/1 ranks")
+    written = Path(f"/proc/{hardened.process.pid}/root{home}/new")
+    with pytest.raises(OSError, match="Read-only"):
+        written.touch()
+    assert hardened.ask("down").returncode == 0
+    assert hardened.process.wait(20) == 0
+    assert "Traceback" not in hardened.said()
+
+
+@as_root
+def test_status_by_cron_as_another_user(up: Up) -> None:
+    up.until(1, "1/1 ranks")
+    config = up.exe.parent / "shardbox.toml"
+    shutil.copy(up.config, config)
+    config.chmod(0o644)
+    env = {"SHELL": "/bin/sh", "PATH": "/usr/bin:/bin", "LOGNAME": "nobody", "HOME": "/nonexistent"}
+    done = run(up.exe, "status", "--brief", "--node", "alpha", env=env, user=NOBODY)
+    assert (done.returncode, done.stderr) == (1, ""), done
+    assert re.match("SHARDBOX WARNING - .*m 1/1 ranks, leader alpha", done.stdout), done
+    assert done.stdout.count("\n") == 1
 
 
 STUB = """#!/bin/sh

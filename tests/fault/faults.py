@@ -10,7 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from engine import ABORTED, NO_LAYERS
-from hosts import Host, eventually, model, tool
+from hosts import Host, eventually, model, serves, tool
 from trial import MODEL, PATIENCE_S, Fault, Trial, kill, toml
 
 DAY_S = 86400
@@ -194,6 +194,14 @@ def lose_mdns(trial: Trial) -> None:
     trial.worker.up()
 
 
+def mdns_back(trial: Trial) -> None:
+    """Give the node time to be found without multicast; only then there is multicast again."""
+    trial.worker.wait_status(lambda _: True, "the node is up")
+    with contextlib.suppress(AssertionError):
+        trial.worker.wait_status(serves(3), "found without multicast", 6)
+    trial.cause.close()
+
+
 # --- clock --------------------------------------------------------------------------------------------------
 
 
@@ -250,10 +258,12 @@ def fill(trial: Trial) -> None:
 
 
 def read_only(trial: Trial) -> None:
+    """From now on the node, in whose view of the disks it happens, can open nothing for writing there."""
     host = trial.cluster.host("beta")
-    state = str(host.folder / "attic")
-    tool("mount", "-o", "remount,ro", state)
-    trial.undo.callback(tool, "mount", "-o", "remount,rw", state)
+    assert host.up_process
+    inside, state = ("nsenter", "-t", str(host.up_process.pid), "-m", "mount"), str(host.folder / "attic")
+    tool(*inside, "--bind", state, state)
+    tool(*inside, "-o", "remount,bind,ro", state)
     kill_engine(trial, host)
 
 
@@ -445,7 +455,7 @@ FAULTS = (
     Fault(name="one way cut: nobody hears it", says=LOST_BETA,
           act=on("worker", bad_cable, heard=False), mend=take_away),
     Fault(name="address change", says=LOST_BETA, act=new_address),
-    Fault(name="mDNS lost, a node restarts", says="beta", act=lose_mdns, mend=take_away),
+    Fault(name="mDNS lost, a node restarts", says="beta", act=lose_mdns, mend=mdns_back),
     # clocks
     Fault(name="clock a day ahead", before=own_clock, act=lambda trial: jump(trial, DAY_S)),
     Fault(name="clock a day back", before=own_clock, act=lambda trial: jump(trial, -DAY_S)),
@@ -456,10 +466,11 @@ FAULTS = (
     Fault(name="working directory deleted", before=doomed_folder, says="beta", act=delete_folder),
     Fault(name="state folder deleted", says="beta", act=delete_state),
     # what a rank refuses
-    Fault(name="model with other bytes", starting=True, says="other bytes", act=other_bytes, mend=take_away),
+    Fault(name="model with other bytes", starting=True, says="gamma.*(has changed|other bytes)",
+          act=other_bytes, mend=take_away),
     Fault(name="model cut short", starting=True, says="gamma", act=cut_short, mend=take_away),
-    Fault(name="model missing, copied", starting=True, says="gamma|cop", act=no_model),
-    Fault(name="engine's port taken", starting=True, before=open_engine, says="port.*taken|taken.*python",
+    Fault(name="model missing, copied", starting=True, says="gamma.*has changed|cop", act=no_model),
+    Fault(name="engine's port taken", starting=True, before=open_engine, says="port 9001 cannot be had",
           act=on("worker", take_port, 9001), mend=take_away),
     Fault(name="mesh port taken at a start", says="beta", act=mesh_port_taken, mend=port_free),
 )  # fmt: skip

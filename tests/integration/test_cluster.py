@@ -628,28 +628,6 @@ def test_start_no_node_says_critical_on_the_way(ring: Lan, gamma: Host) -> None:
     assert said == set()
 
 
-@pytest.mark.parametrize("victim", ["gamma", "alpha"])
-def test_node_killed_leaves_no_engine_and_ring_forms_again_with_it(ring: Lan, beta: Host, victim: str) -> None:
-    host = ring.hosts[victim]
-    before = agree(ring)
-    assert host.up_process and len(host.pids()) >= 4  # the node, its spawner, a keeper, an engine
-
-    host.up_process.kill()
-    host.up_process.wait(10)
-
-    eventually(lambda: not host.pids(), f"nothing of {victim} is left", 10)
-    assert not host.listening() and not host.abstract_sockets()
-    with asked(beta, chat(max_tokens=3)) as answer:  # held until there is a ring again
-        if victim == "gamma":  # and alpha comes back before anybody can call it lost
-            lost = beta.wait_status(
-                lambda found: any((p.name, p.state) == (victim, "lost") and p.detail for p in found.peers), "it is lost"
-            )
-            assert not serves(3)(lost) and model(lost).reason and victim in status_line(lost)[1]
-        host.up()
-        agree(ring, but=before)
-    assert answer.result().status == 200, answer.result().data
-
-
 def test_logs_of_another_box_are_shown(alpha: Host, beta: Host) -> None:
     """gamma's engine has been seen to end when its neighbours were killed: that it said something is not sure,
     so the log gets a line of its own here."""

@@ -723,7 +723,7 @@ def member(node: Node, method: str, path: str, body: Any = None) -> tuple[int, b
 @pytest.mark.parametrize(
     ("method", "path", "body"),
     [
-        *(("POST", f"/peer/{verb}", ABSENT) for verb in ("prepare", "launch", "lease", "release", "trouble")),
+        *(("POST", f"/peer/{verb}", ABSENT) for verb in ("prepare", "launch", "lease")),
         ("GET", f"/peer/bound?model=absent&generation={0:016}", None),
         ("GET", "/peer/logs?model=absent&lines=9", None),
         ("GET", "/peer/state?uptime=long", None),
@@ -738,17 +738,27 @@ def test_member_message_about_what_is_not_here_is_409_with_words(node: Node, met
     assert told["refusals"]["order"] >= 1 and told["last_refused"]["order"] == "beta"
 
 
-@pytest.mark.parametrize(
-    ("change", "words"), [({}, "contradicts itself"), ({"model": "absent"}, "not in the configuration")]
-)
-def test_member_plan_that_cannot_be_is_409(node: Node, change: dict[str, Any], words: str) -> None:
+def proposal(**change: Any) -> dict[str, Any]:
     numbers = ["layers", "width", "vocab", "heads", "kv_heads", "key_width", "value_width", "ff_width", "context_train"]
     shape = dict.fromkeys([*numbers, "embedding_bytes", "output_bytes"], 1) | {"layer_bytes": [1]}
     words_of = {"architecture": "llama", "quantisation": "Q4_K", "tied_output": False}
-    plan = {**EMPTY_PLAN, "shape": {**shape, **words_of}, **change}
-    status, answer = member(node, "POST", "/peer/prepare", {"generation": "0" * 16, "plan": plan})
+    return {"generation": "0" * 16, "plan": {**EMPTY_PLAN, "shape": {**shape, **words_of}, **change}}
+
+
+def test_member_plan_that_cannot_be_is_409(node: Node) -> None:
+    status, answer = member(node, "POST", "/peer/prepare", proposal())
     assert status == 409
-    assert words in json.loads(answer)["error"]["what"]
+    assert "contradicts itself" in json.loads(answer)["error"]["what"]
+
+
+@pytest.mark.parametrize("verb", ["release", "trouble", "prepare"])
+def test_member_that_asks_nothing_of_this_node_changes_nothing(node: Node, verb: str) -> None:
+    """While a TOML is being reloaded one after the other, a node may hear of models that it does not know."""
+    before = node.status()["models"][0]["generation"]
+    body = proposal(model="absent") if verb == "prepare" else ABSENT
+    assert member(node, "POST", f"/peer/{verb}", body)[0] == 200
+    after = node.status()["models"]
+    assert [(view["model"], view["generation"], view["phase"]) for view in after] == [("m", before, "serving")]
 
 
 @pytest.mark.parametrize(

@@ -403,6 +403,23 @@ def test_plan_of_a_facts_file_as_json_is_a_facts_file_again(run: Any, tmp_path: 
     assert [rank["node"] for rank in json.loads(first.out)["plans"]["qwq-32b"]["ranks"]] == ["thinkpad", "macbook"]
 
 
+def test_plan_without_a_node_and_what_if_one_is_lost(run: Any, tmp_path: Path) -> None:
+    args = ("plan", "--config", facts_config(tmp_path), "--facts", str(NODES / "three-laptops.json"))
+    said = run(*args, "--what-if")
+    assert said.code == 0
+    lost = said.out[said.out.index("what if a node is lost") :].splitlines()
+    assert [line.split()[0] for line in lost[2:]] == ["macbook", "thinkpad"]  # the netbook holds nothing
+    assert all("not served" in line and "short by" in line for line in lost[2:])
+    data = json.loads(run(*args, "--what-if", "--json").out)
+    assert set(data["what_if"]) == {"macbook", "thinkpad"}
+    assert "too big" in data["what_if"]["macbook"]["qwq-32b"]["error"]
+    without = run(*args, "--without", "netbook")
+    assert (without.code, "netbook" in without.out) == (0, False)
+    assert run(*args, "--without", "netbook", "--without", "THINKPAD").code == 1
+    wrong = run(*args, "--without", "netbok")
+    assert (wrong.code, wrong.err) == (2, '--without: no node netbok is known\nhint: "netbook"?\n')
+
+
 def test_plan_without_a_way_fails_and_says_why(run: Any, tmp_path: Path) -> None:
     config = facts_config(tmp_path, context=1 << 20)
     said = run("plan", "--config", config, "--facts", str(NODES / "three-laptops.json"))
@@ -635,3 +652,20 @@ def test_process_that_cron_starts_every_minute_imports_nothing_heavy(toml: str, 
     done = subprocess.run([sys.executable, "-c", code], cwd=folder, capture_output=True, text=True, check=True)
     assert done.stdout.startswith(("SHARDBOX CRITICAL", "shardbox "))
     assert done.stdout.splitlines()[-1] == "[]"
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "", "--json", "--brief --json", "--config a.toml", "--node alpha --config a.toml",
+        "--brief --config a --config b",
+        "--config=a", "--timeout 3", "--json=1", "--config", "--config --json", "--node -x", "surplus", "-- --json",
+    ],
+)  # fmt: skip
+def test_status_read_without_click_is_read_as_click_does(words: str) -> None:
+    args = words.split()
+    found = shardbox.plain_status(args)
+    if found is None:
+        assert re.search(r"=|timeout|--config$|--config --json|-x|surplus|-- ", words)
+    else:
+        assert found == shardbox.build_cli().commands["status"].make_context("status", args).params

@@ -520,3 +520,14 @@ def test_reload_on_two_boxes_ends_with_one_fingerprint() -> None:
     changed = parse(RUNNING.replace('name = "attic"', 'name = "cellar"').replace('name = "m"', 'name = "n"'))
     hashes = {reloaded(parse(RUNNING), changed, name)[0].hash for name in ("alpha", "beta")}
     assert len(hashes) == 1 and hashes != {changed.hash}
+
+
+def test_ports_of_engines_that_are_closed_in_need_one_block() -> None:
+    """Fifty models: their engines have ports of their own, so that nothing of ours is met."""
+    many = "".join(f'[[models]]\nname = "m{n}"\npath = "m{n}.gguf"\n' for n in range(50))
+    secret = '[cluster]\nsecret = "0123456789abcdefghij0123"\n'
+    with pytest.raises(ConfigError, match="9000-12199"):
+        parse(secret + many)
+    assert len(parse(secret + '[engine]\nisolate = "always"\n' + many).models) == 50
+    with pytest.raises(ConfigError, match="meets"):
+        parse(secret + '[engine]\nisolate = "always"\n[ports]\nsignal = 9001\n' + many)

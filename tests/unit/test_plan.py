@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import itertools
 import re
+import socket
+import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -34,11 +36,13 @@ from shardbox import (
     SpeedFacts,
     coarse,
     demo_config,
+    echo,
     fit_gpu,
     format_size,
     from_json,
     improvement,
     largest_remainder,
+    measure_link,
     model_costs,
     node_room,
     parse_config,
@@ -47,6 +51,7 @@ from shardbox import (
     rehearsed_shape,
     ring_order,
     segments,
+    speed_text,
 )
 
 EIGHT = shape(layers=8)  # of 1 GiB each
@@ -124,7 +129,7 @@ def test_plan_ring_takes_fewest_nodes_and_roomiest_leads() -> None:
     assert sum(layers(found).values()) == 8
     assert layers(found)["b"] > layers(found)["c"]
     assert set(found.left_out) == {"a", "d"}
-    assert found.reason.startswith("8.02 GiB is too much for any one node")
+    assert found.reason.startswith("8.01 GiB is too much for any one node")
     assert found.reason.endswith(" (b has 6.65 GiB): 2 nodes share it")
 
 
@@ -185,7 +190,18 @@ def test_plan_never_has_more_ranks_than_layers() -> None:
 def test_plan_node_without_any_room_is_left_out() -> None:
     found = plan([box("alpha", 5 * GIB, EIGHT), box("beta", 5 * GIB, EIGHT), box("gamma", 10 * MIB, EIGHT)])
     assert set(layers(found)) == {"alpha", "beta"}
-    assert "gamma" in found.left_out
+    assert re.match(r"no room: 9.5 MiB free here, the least part takes 1.0\d GiB", found.left_out["gamma"])
+
+
+def test_plan_node_without_any_memory_is_left_out_or_alone_too_small() -> None:
+    assert plan([box("alpha", 10 * GIB, EIGHT), box("zero", 0, EIGHT)]).left_out["zero"].startswith("no room: 0 B free")
+    assert "needs 8.01 GiB, they have 0 B (zero 0 B)" in refusal([box("zero", 0, EIGHT)]).what
+
+
+def test_plan_of_ends_without_a_layer_to_spare_is_refused_in_words() -> None:
+    """A vocabulary so large that no box could lead."""
+    model = shape(layers=2, layer_bytes=MIB, ends_bytes=40 * GIB)
+    assert "too big" in refusal([box(name, 8 * GIB, model) for name in "ab"]).what
 
 
 # --- too big ---
@@ -195,7 +211,7 @@ def test_plan_too_big_for_one_node_says_by_how_much() -> None:
     facts = [box("alpha", 4 * GIB, EIGHT)]
     error = refusal(facts)
     need, have = model_costs(EIGHT, 128).total_bytes, node_room(config().node("alpha"), facts[0]).total_bytes
-    assert error.what.startswith("too big for the nodes there are: needs 8.02 GiB, they have 3.8 GiB (alpha 3.8 GiB)")
+    assert error.what.startswith("too big for the nodes there are: needs 8.01 GiB, they have 3.8 GiB (alpha 3.8 GiB)")
     assert bytes_named(error.what, "short by") == pytest.approx(need - have, rel=0.01)
 
 
@@ -567,7 +583,82 @@ def test_plan_all_second_model_names_who_has_the_room_and_how_much() -> None:
     settings_, *_ = two_models()
     error = plan_all(settings_, [both("alpha", 10 * GIB)])["second"]
     assert isinstance(error, PlanError)
-    assert "memory is already given to first (8.02 GiB)" in error.hint
+    assert "memory is already given to first (8.01 GiB)" in error.hint
+
+
+# --- bytes, as Prima bdf9d8e7 logged them ("compute buffer size" and "output buffer size", MiB) ---
+
+SMOL: dict[str, Any] = {
+    "width": 576,
+    "vocab": 49152,
+    "heads": 9,
+    "kv_heads": 3,
+    "key_width": 64,
+    "value_width": 64,
+    "ff_width": 1536,
+}
+F16: dict[str, Any] = {
+    "width": 768,
+    "vocab": 32000,
+    "heads": 12,
+    "kv_heads": 4,
+    "key_width": 64,
+    "value_width": 64,
+    "ff_width": 2048,
+}
+Q8: dict[str, Any] = {
+    "width": 1024,
+    "vocab": 32000,
+    "heads": 16,
+    "kv_heads": 16,
+    "key_width": 64,
+    "value_width": 64,
+    "ff_width": 2816,
+}
+QWEN: dict[str, Any] = {
+    "width": 896,
+    "vocab": 64000,
+    "heads": 14,
+    "kv_heads": 2,
+    "key_width": 64,
+    "value_width": 64,
+    "ff_width": 4864,
+}
+EXPERTS: dict[str, Any] = {**F16, "experts_used": 2}
+
+
+@pytest.mark.parametrize(
+    ("model", "context", "logged", "layers", "kv"),
+    [
+        (SMOL, 64, 13.47 + 0.38, 30, 1.41),
+        (SMOL, 512, 112.76 + 0.38, 30, 11.25),
+        (SMOL, 2048, 142.76 + 0.38, 30, 45),
+        (F16, 64, 9.77 + 0.24, 12, 0.75),
+        (F16, 512, 84.51 + 0.24, 12, 6),
+        (F16, 2048, 123.51 + 0.24, 12, 24),
+        (Q8, 64, 10.45 + 0.24, 16, 4),
+        (Q8, 512, 91.51 + 0.24, 16, 32),
+        (Q8, 2048, 142.51 + 0.24, 16, 128),
+        (QWEN, 512, 153.76 + 0.49, 24, 6),
+        (QWEN, 2048, 195.51 + 0.49, 24, 24),
+        (EXPERTS, 64, 10.77 + 0.24, 8, 0.5),
+        (EXPERTS, 512, 87.01 + 0.24, 8, 4),
+        (EXPERTS, 2048, 123.51 + 0.24, 8, 16),
+    ],
+)
+def test_costs_are_what_prima_allocates(
+    model: dict[str, Any], context: int, logged: float, layers: int, kv: float
+) -> None:
+    costs = model_costs(shape(layers=layers, **model), context)
+    assert 0 <= (costs.graph_bytes + costs.leader_buffer_bytes) / MIB - logged < 0.4
+    assert sum(costs.kv_bytes) / MIB == pytest.approx(kv, abs=0.01)
+
+
+def test_costs_of_a_ring_in_two_rounds_are_what_prima_allocates() -> None:
+    """Two ranks, `-lw 8,7`, 30 layers, context 1024."""
+    costs = model_costs(shape(layers=30, **SMOL), 1024)
+    assert 0 <= (2 * costs.graph_bytes + costs.leader_buffer_bytes) / MIB - (147.26 + 0.38) < 0.5
+    assert 0 <= 2 * costs.graph_bytes / MIB - 49.0 < 0.5
 
 
 # --- speed and order ---
@@ -581,7 +672,7 @@ def test_plan_time_is_what_memory_and_cores_allow() -> None:
     assert found.token_s == pytest.approx(8 * GIB / 40e9, rel=0.3)
     assert (found.alone, found.alone_s) == ("alpha", found.token_s)
     one = plan([box("alpha", 16 * GIB, EIGHT, speed=FAST, cores=1)])
-    assert one.token_s == pytest.approx(8 * GIB / 144 * 256 / (100e9 * 0.18), rel=0.1)  # Q4_K: 256 weights in 144 bytes
+    assert one.token_s == pytest.approx(8 * GIB / 144 * 256 / (100e9 * 0.2), rel=0.1)  # Q4_K: 256 weights in 144 bytes
     unknown = plan([box("alpha", 16 * GIB, EIGHT)])
     assert (unknown.token_s, unknown.alone) == (0, "")
 
@@ -647,6 +738,34 @@ def test_ring_order_of_many_is_a_ring_and_no_worse_than_by_number(count: int, ch
     )
 
 
+def test_plan_beside_one_box_says_what_a_ring_costs() -> None:
+    found = plan(linked("abcd", {"ab": 0.2}))
+    text = speed_text(found)
+    assert text.startswith(f"predicted {found.token_s * 1000:.3g} ms a token (")
+    assert f"; {found.alone} alone, had it the memory, " in text
+    assert found.alone_s < found.token_s
+    assert speed_text(replace(found, token_s=0.0)) == ""
+
+
+def test_measured_way_is_that_of_the_socket() -> None:
+    ours, theirs = socket.socketpair()
+    thread = threading.Thread(target=echo, args=(theirs,))
+    thread.start()
+    with ours:
+        link = measure_link(ours)
+    thread.join(10)
+    assert not thread.is_alive()
+    assert 1000 < link.rtt_ns < 1_000_000_000
+    assert 10**6 < link.bytes_per_s < 10**12
+
+
+def test_measured_way_that_ends_early_is_an_error() -> None:
+    ours, theirs = socket.socketpair()
+    theirs.close()
+    with ours, pytest.raises(OSError):
+        measure_link(ours)
+
+
 # --- from disk ---
 
 
@@ -656,7 +775,7 @@ def test_plan_short_of_memory_runs_in_cycles_only_when_told() -> None:
     assert "overcommit" in refusal(boxes).hint
     found = plan(boxes, overcommit=True)
     assert found.cycles > 1
-    assert found.reason.startswith("memory is short (short by")
+    assert found.reason.startswith("memory is short by ")
     assert sum(rank.layers for rank in found.ranks) == 40
     assert found.paged_bytes > GIB
     assert found.token_s == 0  # the disk's speed is not known
@@ -805,6 +924,13 @@ def clusters(draw: st.DrawFn) -> tuple[Config, ModelConfig, list[NodeFacts]]:
     for n in range(draw(st.integers(1, 6) | st.integers(30, 40))):
         node = box(f"n{n:02}", draw(st.integers(1, 200)) * 32 * MIB, model)
         kind = draw(st.sampled_from(("good", "good", "good", "worker", "empty", "capped", "other bytes")))
+        rate, way = draw(st.integers(0, 3)), draw(st.integers(0, 9))
+        node = replace(
+            node,
+            speed=SpeedFacts(memory_bytes_per_s=rate * 7e9, core_bytes_per_s=rate * 30e9),
+            links={f"n{n - 1:02}": LinkFacts(rtt_ns=way * 10**5 + 1, bytes_per_s=10**8)} if way else {},
+            gpus=(card(draw(st.integers(1, 90)) * 32 * MIB),) if rate == 2 else (),
+        )
         if kind == "worker":
             node = without_leader(node)
         elif kind == "empty":
@@ -814,7 +940,7 @@ def clusters(draw: st.DrawFn) -> tuple[Config, ModelConfig, list[NodeFacts]]:
         facts.append(node)
         cap = draw(st.integers(1, 100)) * 32 * MIB if kind == "capped" else None
         nodes.append(NodeConfig(name=node.name, memory_bytes=cap))
-    entry = model_config(slots=draw(st.integers(1, 4)))
+    entry = model_config(slots=draw(st.integers(1, 4)), overcommit=draw(st.booleans()))
     return config(entry, nodes=nodes), entry, facts
 
 
@@ -836,14 +962,22 @@ def test_plan_of_any_cluster_keeps_its_promises(
     assert 1 <= found.world <= 32
     assert [rank.rank for rank in found.ranks] == list(range(found.world))
     assert len(set(layers(found))) == found.world
-    covered = sorted(n for rank in found.ranks for n in range(rank.first_layer, rank.first_layer + rank.window))
+    pieces = segments([rank.window for rank in found.ranks], found.layers)
+    covered = sorted(n for its in pieces for first, count in its for n in range(first, first + count))
     assert covered == list(range(found.layers))
+    assert [rank.layers for rank in found.ranks] == [sum(count for _, count in its) for its in pieces]
+    assert found.cycles == max(len(its) for its in pieces)
+    assert (found.paged_bytes == 0) or entry.overcommit
     by_name = {node.name: node for node in facts}
     for rank in found.ranks:
         assert rank.window > 0
         assert rank.free_bytes >= 0
         room = node_room(settings_.node(rank.node), by_name[rank.node])
-        assert rank.weights_bytes + rank.kv_bytes + rank.buffer_bytes + rank.free_bytes == room.total_bytes
+        held = rank.weights_bytes + rank.kv_bytes + rank.buffer_bytes - rank.paged_bytes
+        assert held - rank.gpu_bytes <= room.ram_bytes
+        assert rank.gpu_bytes <= room.gpu_bytes
+        assert rank.free_bytes in (0, room.ram_bytes - held + rank.gpu_bytes)
+        assert rank.kv_bytes + rank.buffer_bytes <= room.total_bytes
     assert by_name[found.leader].binary("leader").problem == ""
     assert set(layers(found)) | set(found.left_out) == set(by_name)
     assert not set(layers(found)) & set(found.left_out)
@@ -913,6 +1047,14 @@ def with_cards(plan: ModelPlan, *gpu_layers: int) -> ModelPlan:
     return replace(plan, ranks=tuple(ranks))
 
 
+def paged(plan: ModelPlan) -> ModelPlan:
+    return replace(plan, ranks=(replace(plan.ranks[0], paged_bytes=1), *plan.ranks[1:]))
+
+
+def timed(plan: ModelPlan, token_s: float) -> ModelPlan:
+    return replace(plan, token_s=token_s)
+
+
 @pytest.mark.parametrize(
     ("old", "new", "why"),
     [
@@ -923,6 +1065,12 @@ def with_cards(plan: ModelPlan, *gpu_layers: int) -> ModelPlan:
         (with_cards(ring_plan(5, 5), 0, 2), with_cards(ring_plan(5, 5), 2, 2), "2 more layers fit on cards"),
         (with_cards(ring_plan(5, 5), 0, 2), with_cards(ring_plan(5, 5), 1, 2), ""),
         (with_cards(ring_plan(5, 5), 5, 5), ring_plan(5, 5), ""),
+        (timed(ring_plan(5, 5), 0.1), timed(ring_plan(10), 0.08), "80 ms a token are predicted, instead of 100 ms"),
+        (timed(ring_plan(10), 0.1), timed(ring_plan(5, 5), 0.05), "50 ms a token are predicted, instead of 100 ms"),
+        (timed(ring_plan(5, 5), 0.1), timed(ring_plan(10), 0.09), ""),
+        (timed(ring_plan(5, 5), 0.1), ring_plan(10), "1 node can serve it now, instead of 2"),
+        (paged(ring_plan(10)), ring_plan(5, 5), "it fits into memory now"),
+        (ring_plan(5, 5), paged(ring_plan(10)), ""),
     ],
 )
 def test_improvement_only_of_a_clearly_better_plan(old: ModelPlan, new: ModelPlan, why: str) -> None:
