@@ -1569,11 +1569,12 @@ def model_costs(shape: ModelShape, context: int, slots: int = 1) -> Costs:
     llama_kv_cache_init, llama_output_reserve; compute buffers to the MiB on five models).
 
     The KV cache is f16, two bytes a value, for the whole context also in layers with a sliding window. A window's
-    graph keeps the mask and either the scores of all heads and three activations, or both halves of the feed-forward
-    layer (of every used expert) and two. The ends have graphs of their own, and logits for a whole batch."""
+    graph keeps the mask and either the scores of all heads and four activations, or both halves of the feed-forward
+    layer (of every used expert) and three; one less where the model ends. The leader's ends have graphs of their own:
+    three activations, and logits for a whole batch."""
     batch, used = min(PREFILL_BATCH, context), max(1, shape.experts_used)
     inner, outer = 4 * batch * max(shape.width, shape.heads * shape.key_width), 4 * batch * shape.width
-    forward = 4 * batch * used * max(2 * shape.ff_width, shape.ff_width + shape.width) + 2 * outer
+    forward = 4 * batch * used * max(2 * shape.ff_width, shape.ff_width + shape.width) + 3 * outer
     scores = 4 * batch * context * shape.heads
     scratch = 2 * batch * max(context * shape.heads, shape.ff_width * used)  # src1 of a product, as f16 at most
     words = VOCAB_TOKEN_BYTES[shape.merges]
@@ -1585,8 +1586,8 @@ def model_costs(shape: ModelShape, context: int, slots: int = 1) -> Costs:
         kv_bytes=kv_bytes,
         upto=tuple(itertools.accumulate(both, initial=0)),
         ends_bytes=shape.embedding_bytes + shape.output_bytes,
-        graph_bytes=4 * batch * context + max(scores + 3 * inner, forward) + 128 * KIB,
-        leader_buffer_bytes=4 * (batch + slots) * shape.vocab + 3 * outer + 128 * KIB,
+        graph_bytes=4 * batch * context + max(scores + 4 * inner, forward) + 128 * KIB,
+        leader_buffer_bytes=4 * (batch + slots + 1) * shape.vocab + 2 * outer + 128 * KIB,
         base_bytes=ENGINE_BASE_BYTES + scratch + words * shape.vocab + CONTEXT_CELL_BYTES * context,
     )
 
@@ -3447,6 +3448,14 @@ class Surveyor:
             if found and len(found) == len(parts) and root_hash([(size, hashes) for _, size, hashes in found]) == root:
                 return found
         return []
+
+    def still_here(self, root: str) -> bool:
+        """Whether the files of this content are what they were when they were read; if not, the next survey looks."""
+        with contextlib.suppress(OSError):
+            if self.content(root):
+                return True
+        self._checked = 0.0
+        return False
 
     def reread(self, model: ModelConfig) -> dict[str, str]:
         """The content hash of a model here before, and now that every byte is read again; a problem in words."""
@@ -6735,6 +6744,10 @@ class Library:
         except OSError as error:
             log.warning("`models --prune` will not know of %s: %s", ", ".join(paths), error)
 
+    def still_here(self, root: str) -> bool:
+        """See Surveyor.still_here. Any thread."""
+        return self._surveyor.still_here(root)
+
     async def reread(self, model: ModelConfig) -> dict[str, str]:
         """See Surveyor.reread."""
         found = await self._box.in_thread(self._surveyor.reread, model)
@@ -6842,6 +6855,10 @@ class RankHost:
             raise PlanError("the proposed plan contradicts itself", where=f"model {name}")
         if box.stop.is_set() and plan.rank_of(box.name):
             raise PlanError(f"{box.name} goes down", where=f"model {name}")
+        copy = box.facts.model(name)
+        reads = plan.rank_of(box.name) and copy.root and not box.rehearses
+        if reads and not await box.in_thread(self._library.still_here, copy.root):
+            raise GgufError("has changed, and is being read again", where=f"{box.name}: {copy.path}")
         lend = functools.partial(grant, model=name, proposer=proposer, generation=generation, now=time.monotonic())
         claim = self._claims.get(name)
         self._claims[name] = lend(claim if claim and claim.proposer != proposer else None)
@@ -6855,7 +6872,6 @@ class RankHost:
         if held:  # of another proposer only when its lease ran out, but it has not been reaped yet
             lend(None if held.lease.proposer == proposer else held.lease)
             await self.release(held, orderly=False)
-        copy = box.facts.model(name)
         if not box.rehearses:
             check_own(box.name, copy, box.facts.binary("leader" if mine.rank == 0 else "worker"), expect)
         path = copy.path or os.path.join(box.config.folder, model.path)
@@ -7110,6 +7126,7 @@ class Rings:
     def __init__(self, box: Box, host: RankHost, peers: Peers, on_change: Callable[[], None]) -> None:
         self.rings: dict[str, Ring] = {}
         self.traffic: dict[str, Traffic] = {}
+        self._doubted: dict[str, str] = {}  # models that are about to be asked, and their ring's generation
         self.pauses: dict[str, float | None] = {}  # see Pulse, by model: kept from ring to ring
         self.ranks: dict[str, dict[str, RankView]] = {}  # what the ranks of a ring said last, by model and node
         self._box, self._host, self._peers, self._on_change = box, host, peers, on_change
@@ -7301,13 +7318,17 @@ class Rings:
     def doubt(self, model: str, reason: str) -> None:
         """A ring that serves may be broken: ask it for a token. Only then: a probe can cost somebody's prompt cache."""
         ring = self.rings.get(model)
-        if ring and ring.phase == Phase.SERVING and ring.plan:
+        if ring and ring.phase == Phase.SERVING and ring.plan and self._doubted.get(model) != ring.generation:
+            self._doubted[model] = ring.generation
             log.info("model %s: asked for a token, because %s", model, reason)
             self._run(Effect(kind="doubt", generation=ring.generation, plan=ring.plan), self._ask_again)
 
     async def _ask_again(self, model: str, effect: Effect) -> None:
         """One token of the free slot with the shortest prompt; a busy ring shows by itself whether it works."""
-        await asyncio.sleep(WIRE_GRACE_S + LOG_CLOSE_S)  # an engine that has ended says more
+        try:
+            await asyncio.sleep(WIRE_GRACE_S + LOG_CLOSE_S)  # an engine that has ended says more
+        finally:
+            self._doubted.pop(model, None)
         run, traffic = self._host.get(model, effect.generation), self.traffic[model]
         assert run.session is not None
         path, body = "/v1/embeddings", dict[str, Any](input="Hi")
@@ -7353,9 +7374,11 @@ class Rings:
 
 
 def sign_of_life(views: Sequence[RankView]) -> str:
-    """Changes when bytes move in the ring, or a rank reads its disk or computes (more than idling does)."""
+    """Changes when bytes move in the ring, or a rank reads, brings pages in (16 MiB: some file systems count no reads)
+    or computes (0.2 s: more than idling does)."""
     moved = sum(wire.sent_bytes + wire.received_bytes for view in views for wire in view.wires)
-    return f"{moved}/{sum(int(view.cpu_s * 5) for view in views)}/{sum(view.read_bytes for view in views)}"
+    computed, resident = (sum(int(view.cpu_s * 5) for view in views), sum(view.rss_bytes >> 24 for view in views))
+    return f"{moved}/{computed}/{resident}/{sum(view.read_bytes for view in views)}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -8659,9 +8682,9 @@ async def wait_for_ring(node: Node, model: str, held: Held, error: RingError) ->
             view, now = best_view(node, model), time.monotonic()
             if node.stop.is_set() or held.gives_up(view.phase, now):
                 raise error if held.breaks >= HELD_TRIES or view.phase == Phase.SERVING else not_ready(node, model)
+            await asyncio.sleep(HOLD_POLL_S)  # also before the first: what is said of the ring may be some seconds old
             if held.may_ask(view.phase, view.generation, now):
                 return
-            await asyncio.sleep(HOLD_POLL_S)
     finally:
         traffic.held -= 1
 
@@ -9363,10 +9386,9 @@ def run_up(config: Config, name: str, detach: bool) -> int:
     """`up` with its configuration read."""
     secret = read_secret(config)
     folder = state_folder(config.cluster.name, name)
-    os.makedirs(folder, mode=0o700, exist_ok=True)
+    make_state(folder)
     if detach:
         return detach_up(config, name, os.path.join(folder, "node.log"))
-    os.makedirs(os.path.join(folder, "logs"), mode=0o700, exist_ok=True)
     with one_node_only(folder, name):
         stop_leftovers(folder)
         problem = isolation_problem()  # tried once in a child, before any thread
@@ -9384,7 +9406,7 @@ def run_up(config: Config, name: str, detach: bool) -> int:
             asyncio.run(_run_node(config, name, folder, keys.result(), spawner))
         finally:
             spawner.close()
-            with contextlib.suppress(FileNotFoundError):
+            with contextlib.suppress(OSError):  # it has gone, or the folder has become read-only
                 os.unlink(control_path(folder))
     return 0
 
@@ -9414,10 +9436,21 @@ async def _run_node(config: Config, name: str, folder: str, keys: MeshKeys, spaw
     await node.run(start_services)
 
 
+def make_state(folder: str) -> None:
+    """The state folder and its lock file, both there. Raises UsageError where they cannot be."""
+    try:
+        os.makedirs(folder, mode=0o700, exist_ok=True)
+        os.makedirs(os.path.join(folder, "logs"), mode=0o700, exist_ok=True)
+        os.close(os.open(os.path.join(folder, "lock"), os.O_RDWR | os.O_CREAT, 0o644))
+    except OSError as error:
+        hint = "make room there, mend its permissions, or name another place with SHARDBOX_STATE"
+        raise UsageError(f"the state folder cannot be used: {error.strerror}", where=folder, hint=hint) from None
+
+
 @contextlib.contextmanager
 def one_node_only(folder: str, name: str) -> Iterator[None]:
     """Hold the node's lock file. Raises ShardboxError when another `up` holds it."""
-    with open(os.path.join(folder, "lock"), "a+") as file:
+    with open(os.path.join(folder, "lock"), "a+", encoding="ascii") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
@@ -9425,8 +9458,8 @@ def one_node_only(folder: str, name: str) -> Iterator[None]:
             what = f"node {name} already runs on this box (pid {file.read().strip() or '?'})"
             raise ShardboxError(what, hint="`shardbox down` ends it") from None
         file.truncate(0)
-        file.write(str(os.getpid()))
-        file.flush()
+        with contextlib.suppress(OSError):  # a full disk: it is the lock that counts
+            os.write(file.fileno(), b"%d" % os.getpid())
         yield
 
 

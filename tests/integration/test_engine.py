@@ -29,6 +29,8 @@ from shardbox import (
     EngineProcess,
     Spawner,
     Usage,
+    diagnose,
+    oom_kills,
     process_identity,
     stop_leftover,
     stop_leftovers,
@@ -474,6 +476,25 @@ def test_leftovers_that_moved_out_of_their_session_are_found_when_all_were_kille
         assert not any(map(alive, children))
         assert stranger.poll() is None
         stranger.kill()
+
+
+def test_engine_killed_by_the_kernel_for_lack_of_memory_is_told_from_one_killed_by_hand(launch: Launch) -> None:
+    cgroup = Path("/sys/fs/cgroup/memory") / f"shardbox-test-{os.getpid()}"
+    try:
+        cgroup.mkdir()
+        (cgroup / "memory.limit_in_bytes").write_text(str(60 << 20))
+    except OSError as error:
+        pytest.skip(f"no memory cgroup (version 1) can be made here: {error}")
+    before = oom_kills()
+    assert before is not None
+    try:
+        join = f"open({str(cgroup / 'cgroup.procs')!r}, 'w').write('0')"
+        code = launch(f"{join}\nprint(len(bytearray(200 << 20)))").wait_exit()
+    finally:
+        cgroup.rmdir()
+    killed = oom_kills()
+    assert (code, killed) == (-signal.SIGKILL, before + 1)
+    assert diagnose(code, [], 1).startswith("killed by the kernel, out of memory")
 
 
 def logged(path: Path, sent: bytes, **how: int) -> CappedLog:

@@ -586,6 +586,81 @@ def test_plan_all_second_model_names_who_has_the_room_and_how_much() -> None:
     assert "memory is already given to first (8.01 GiB)" in error.hint
 
 
+# --- bytes, as Prima bdf9d8e7 logged them ("compute buffer size" and "output buffer size", MiB) ---
+
+SMOL: dict[str, Any] = {
+    "width": 576,
+    "vocab": 49152,
+    "heads": 9,
+    "kv_heads": 3,
+    "key_width": 64,
+    "value_width": 64,
+    "ff_width": 1536,
+}
+F16: dict[str, Any] = {
+    "width": 768,
+    "vocab": 32000,
+    "heads": 12,
+    "kv_heads": 4,
+    "key_width": 64,
+    "value_width": 64,
+    "ff_width": 2048,
+}
+Q8: dict[str, Any] = {
+    "width": 1024,
+    "vocab": 32000,
+    "heads": 16,
+    "kv_heads": 16,
+    "key_width": 64,
+    "value_width": 64,
+    "ff_width": 2816,
+}
+QWEN: dict[str, Any] = {
+    "width": 896,
+    "vocab": 64000,
+    "heads": 14,
+    "kv_heads": 2,
+    "key_width": 64,
+    "value_width": 64,
+    "ff_width": 4864,
+}
+EXPERTS: dict[str, Any] = {**F16, "experts_used": 2}
+
+
+@pytest.mark.parametrize(
+    ("model", "context", "logged", "layers", "kv"),
+    [
+        (SMOL, 64, 13.47 + 0.38, 30, 1.41),
+        (SMOL, 512, 112.76 + 0.38, 30, 11.25),
+        (SMOL, 2048, 142.76 + 0.38, 30, 45),
+        (F16, 64, 9.77 + 0.24, 12, 0.75),
+        (F16, 512, 84.51 + 0.24, 12, 6),
+        (F16, 2048, 123.51 + 0.24, 12, 24),
+        (Q8, 64, 10.45 + 0.24, 16, 4),
+        (Q8, 512, 91.51 + 0.24, 16, 32),
+        (Q8, 2048, 142.51 + 0.24, 16, 128),
+        (QWEN, 512, 153.76 + 0.49, 24, 6),
+        (QWEN, 2048, 195.51 + 0.49, 24, 24),
+        (EXPERTS, 64, 10.77 + 0.24, 8, 0.5),
+        (EXPERTS, 512, 87.01 + 0.24, 8, 4),
+        (EXPERTS, 2048, 123.51 + 0.24, 8, 16),
+    ],
+)
+def test_costs_are_what_prima_allocates(
+    model: dict[str, Any], context: int, logged: float, layers: int, kv: float
+) -> None:
+    costs = model_costs(shape(layers=layers, **model), context)
+    assert 0 <= (costs.graph_bytes + costs.leader_buffer_bytes) / MIB - logged < 0.4
+    assert sum(costs.kv_bytes) / MIB == pytest.approx(kv, abs=0.01)
+
+
+def test_costs_of_a_ring_in_two_rounds_are_what_prima_allocates() -> None:
+    """Two ranks, `-lw 8,7`, 30 layers, context 1024."""
+    costs = model_costs(shape(layers=30, **SMOL), 1024)
+    assert 0 <= (2 * costs.graph_bytes + costs.leader_buffer_bytes) / MIB - (147.26 + 0.38) < 0.5
+    assert 0 <= 2 * costs.graph_bytes / MIB - 49.0 < 0.5
+
+
 # --- speed and order ---
 
 FAST = SpeedFacts(memory_bytes_per_s=40e9, core_bytes_per_s=100e9)
