@@ -3449,6 +3449,14 @@ class Surveyor:
                 return found
         return []
 
+    def still_here(self, root: str) -> bool:
+        """Whether the files of this content are what they were when they were read; if not, the next survey looks."""
+        with contextlib.suppress(OSError):
+            if self.content(root):
+                return True
+        self._checked = 0.0
+        return False
+
     def reread(self, model: ModelConfig) -> dict[str, str]:
         """The content hash of a model here before, and now that every byte is read again; a problem in words."""
         found = find_model(model.path, folder=self._config.folder, dirs=self._node.model_dirs)
@@ -6736,6 +6744,10 @@ class Library:
         except OSError as error:
             log.warning("`models --prune` will not know of %s: %s", ", ".join(paths), error)
 
+    def still_here(self, root: str) -> bool:
+        """See Surveyor.still_here. Any thread."""
+        return self._surveyor.still_here(root)
+
     async def reread(self, model: ModelConfig) -> dict[str, str]:
         """See Surveyor.reread."""
         found = await self._box.in_thread(self._surveyor.reread, model)
@@ -6843,6 +6855,10 @@ class RankHost:
             raise PlanError("the proposed plan contradicts itself", where=f"model {name}")
         if box.stop.is_set() and plan.rank_of(box.name):
             raise PlanError(f"{box.name} goes down", where=f"model {name}")
+        copy = box.facts.model(name)
+        reads = plan.rank_of(box.name) and copy.root and not box.rehearses
+        if reads and not await box.in_thread(self._library.still_here, copy.root):
+            raise GgufError("has changed, and is being read again", where=f"{box.name}: {copy.path}")
         lend = functools.partial(grant, model=name, proposer=proposer, generation=generation, now=time.monotonic())
         claim = self._claims.get(name)
         self._claims[name] = lend(claim if claim and claim.proposer != proposer else None)
@@ -6856,7 +6872,6 @@ class RankHost:
         if held:  # of another proposer only when its lease ran out, but it has not been reaped yet
             lend(None if held.lease.proposer == proposer else held.lease)
             await self.release(held, orderly=False)
-        copy = box.facts.model(name)
         if not box.rehearses:
             check_own(box.name, copy, box.facts.binary("leader" if mine.rank == 0 else "worker"), expect)
         path = copy.path or os.path.join(box.config.folder, model.path)
@@ -9371,10 +9386,9 @@ def run_up(config: Config, name: str, detach: bool) -> int:
     """`up` with its configuration read."""
     secret = read_secret(config)
     folder = state_folder(config.cluster.name, name)
-    os.makedirs(folder, mode=0o700, exist_ok=True)
+    make_state(folder)
     if detach:
         return detach_up(config, name, os.path.join(folder, "node.log"))
-    os.makedirs(os.path.join(folder, "logs"), mode=0o700, exist_ok=True)
     with one_node_only(folder, name):
         stop_leftovers(folder)
         problem = isolation_problem()  # tried once in a child, before any thread
@@ -9392,7 +9406,7 @@ def run_up(config: Config, name: str, detach: bool) -> int:
             asyncio.run(_run_node(config, name, folder, keys.result(), spawner))
         finally:
             spawner.close()
-            with contextlib.suppress(FileNotFoundError):
+            with contextlib.suppress(OSError):  # it has gone, or the folder has become read-only
                 os.unlink(control_path(folder))
     return 0
 
@@ -9422,10 +9436,21 @@ async def _run_node(config: Config, name: str, folder: str, keys: MeshKeys, spaw
     await node.run(start_services)
 
 
+def make_state(folder: str) -> None:
+    """The state folder and its lock file, both there. Raises UsageError where they cannot be."""
+    try:
+        os.makedirs(folder, mode=0o700, exist_ok=True)
+        os.makedirs(os.path.join(folder, "logs"), mode=0o700, exist_ok=True)
+        os.close(os.open(os.path.join(folder, "lock"), os.O_RDWR | os.O_CREAT, 0o644))
+    except OSError as error:
+        hint = "make room there, mend its permissions, or name another place with SHARDBOX_STATE"
+        raise UsageError(f"the state folder cannot be used: {error.strerror}", where=folder, hint=hint) from None
+
+
 @contextlib.contextmanager
 def one_node_only(folder: str, name: str) -> Iterator[None]:
     """Hold the node's lock file. Raises ShardboxError when another `up` holds it."""
-    with open(os.path.join(folder, "lock"), "a+") as file:
+    with open(os.path.join(folder, "lock"), "a+", encoding="ascii") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
@@ -9433,8 +9458,8 @@ def one_node_only(folder: str, name: str) -> Iterator[None]:
             what = f"node {name} already runs on this box (pid {file.read().strip() or '?'})"
             raise ShardboxError(what, hint="`shardbox down` ends it") from None
         file.truncate(0)
-        file.write(str(os.getpid()))
-        file.flush()
+        with contextlib.suppress(OSError):  # a full disk: it is the lock that counts
+            os.write(file.fileno(), b"%d" % os.getpid())
         yield
 
 

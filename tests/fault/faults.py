@@ -6,7 +6,6 @@ import contextlib
 import shutil
 import signal
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -311,12 +310,6 @@ def other_bytes(trial: Trial) -> None:
     right = path.read_bytes()
     change(path, right[:-1] + bytes([right[-1] ^ 1]))
     trial.cause.callback(change, path, right)
-    known()
-
-
-def known() -> None:
-    """Wait until the box has looked at its files again."""
-    time.sleep(3)  # it does so every 2 s, and tells nobody
 
 
 def change(path: Path, data: bytes) -> None:
@@ -331,7 +324,6 @@ def no_model(trial: Trial) -> None:
     path = trial.last.folder / MODEL
     aside = path.with_suffix(".aside")
     path.rename(aside)
-    known()
     trial.undo.callback(lambda: aside.unlink(missing_ok=True))
 
 
@@ -474,9 +466,10 @@ FAULTS = (
     Fault(name="working directory deleted", before=doomed_folder, says="beta", act=delete_folder),
     Fault(name="state folder deleted", says="beta", act=delete_state),
     # what a rank refuses
-    Fault(name="model with other bytes", starting=True, says="other bytes", act=other_bytes, mend=take_away),
+    Fault(name="model with other bytes", starting=True, says="gamma.*(has changed|other bytes)",
+          act=other_bytes, mend=take_away),
     Fault(name="model cut short", starting=True, says="gamma", act=cut_short, mend=take_away),
-    Fault(name="model missing, copied", starting=True, says="gamma|cop", act=no_model),
+    Fault(name="model missing, copied", starting=True, says="gamma.*has changed|cop", act=no_model),
     Fault(name="engine's port taken", starting=True, before=open_engine, says="port 9001 cannot be had",
           act=on("worker", take_port, 9001), mend=take_away),
     Fault(name="mesh port taken at a start", says="beta", act=mesh_port_taken, mend=port_free),

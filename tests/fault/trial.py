@@ -287,9 +287,8 @@ class Cluster:
             engines = sum("/llama-" in text for text in words)
             found += [f"{host.name}: {engines} engines"] if engines > 1 else []
             found += [f"{host.name}: {len(words)} processes: {words}"] if len(words) > 4 else []
-            found += [
-                f"{host.name}: listens on {port}" for port in host.listening() - {"0.0.0.0:7311", "127.0.0.1:8080"}
-            ]
+            usual, opened = {"0.0.0.0:7311", "127.0.0.1:8080"}, 'isolate = "never"' in host.config.read_text()
+            found += [] if opened else [f"{host.name}: listens on {port}" for port in host.listening() - usual]
             found += (
                 [f"{host.name}: {len(host.abstract_sockets())} sockets"] if len(host.abstract_sockets()) > 1 else []
             )
