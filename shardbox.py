@@ -4589,17 +4589,20 @@ class Wire(_Station):
 # On a `file/<root>` connection the taker speaks first, one letter:
 #   L             the answer is a length (4 bytes) and JSON: sizes and chunk hashes, which give <root>
 #   A, a bitmap   of the chunks that it lacks and that nobody is sending it. The answer is the number (4 bytes, signed)
-#                 of the one that this giver has handed out least, or -1: none of them is here now. Then the taker says
+#                 of the one that this giver has handed out least; -1: none of them is here now, -2: it gives to as many
+#                 as it will at once, so that each chunk comes soon and can be passed on soon. Then the taker says
 #                 y, and the chunk's bytes come, or n: it has found it elsewhere in the meantime
 # The giver chooses, because it alone knows what it gave to whom: every chunk leaves a lone giver once before any leaves
 # it twice, and the takers pass the rest on among themselves. Nothing is believed of either side: what does not hash to
 # what <root> says is thrown away, and its giver left alone.
 
 STREAMS = 2  # connections to a giver while there is one or two: one receives while the other hashes and writes
-MAX_STREAMS = 8  # in all; each holds one chunk in memory
+MAX_STREAMS = 4  # in all: more would only make each chunk come later, and be passed on later; each holds one in memory
+TURNS = 3  # chunks that a giver sends at once
 SILENT_S = 15.0  # a giver that sends nothing for so long is given up for now
 BENCH_S = 10.0  # how long one that failed is left alone
-SLOW_S = 5.0  # once all that is missing is on its way: a chunk that takes longer may come from a second giver too
+SLOW_S = 5.0  # once all that is missing is on its way: a chunk that takes longer, and four times as long as others,
+# may come from a second giver too
 GIVE_UP_S = 60.0  # a copy into which nothing came for so long has failed
 OFFER_WAIT_S = 1.0  # how long a giver waits for a chunk of its own to land before it says -1
 MAX_LISTING_BYTES = 32 * MIB
@@ -4868,9 +4871,10 @@ class Landing:
 
     def close(self) -> None:
         """Give the descriptors back; what has landed stays."""
-        for file in self.files:
-            os.close(file)
-        self.files = []
+        with self.changed:
+            for file in self.files:
+                os.close(file)
+            self.files = []
 
 
 def read_ledger(folder: str) -> dict[str, list[int]]:
@@ -4916,6 +4920,7 @@ class Giver:
         self._listing, self._paths, self._pace, self._landing = listing, paths, pace, landing
         self._chunks = listing.chunks
         self._handed_out, self._lock = [0] * len(self._chunks), threading.Lock()
+        self._turns = threading.Semaphore(TURNS)
 
     def serve(self, sock: socket.socket) -> None:
         """Answer one taker until it leaves; in a thread. Files that changed meanwhile end it."""
@@ -4924,33 +4929,52 @@ class Giver:
             files = [stack.enter_context(file) for file in self._open()]
             letter, bitmap = bytearray(1), bytearray(-(-len(self._chunks) // 8))
             while sock.recv_into(letter):
+                sock.settimeout(SILENT_S)  # a taker that stands still must not keep others waiting
                 if letter == b"L":
                     data = json.dumps(to_json(self._listing)).encode()
                     sock.sendall(_LENGTH.pack(len(data)) + data)
+                    sock.settimeout(None)
                     continue
                 receive_exactly(sock, memoryview(bitmap))
-                number = self._pick(int.from_bytes(bitmap, "little"))
-                sock.sendall(_CHUNK_NUMBER.pack(number))
-                if number >= 0:
-                    receive_exactly(sock, memoryview(letter))
-                    if letter == b"y":
-                        self._send(sock, files, number)
-                    else:
-                        self._handed_out[number] -= 1
+                self._await_chunk(int.from_bytes(bitmap, "little"))
+                if self._turns.acquire(timeout=OFFER_WAIT_S):
+                    try:
+                        self._offer(sock, files, int.from_bytes(bitmap, "little"))
+                    finally:
+                        self._turns.release()
+                else:
+                    sock.sendall(_CHUNK_NUMBER.pack(-2))
+                sock.settimeout(None)
+
+    def _offer(self, sock: socket.socket, files: Sequence[BinaryIO], wanted: int) -> None:
+        """Offer one chunk, and send it if that is still welcome."""
+        number, answer = self._pick(wanted), bytearray(1)
+        sock.sendall(_CHUNK_NUMBER.pack(number))
+        if number < 0:
+            return
+        receive_exactly(sock, memoryview(answer))
+        if answer == b"y":
+            self._send(sock, files, number)
+        else:
+            self._handed_out[number] -= 1
 
     def _open(self) -> list[BinaryIO]:
         """Each connection has its own."""
         if self._landing is None:
             return [open(path, "rb") for path in self._paths]
-        return [open(os.dup(file), "rb") for file in self._landing.files]
+        with self._landing.changed:
+            if not self._landing.files:
+                raise ConnectionAbortedError("that copy has just ended")
+            return [open(os.dup(file), "rb") for file in self._landing.files]
 
-    def _pick(self, wanted: int) -> int:
-        landing = self._landing
-        wanted &= (1 << len(self._chunks)) - 1
-        if landing is not None:
+    def _await_chunk(self, wanted: int) -> None:
+        """Where none of these is here yet: wait a moment for one to land."""
+        if (landing := self._landing) is not None:
             with landing.changed:
                 landing.changed.wait_for(lambda: landing.held & wanted, OFFER_WAIT_S)
-                wanted &= landing.held
+
+    def _pick(self, wanted: int) -> int:
+        wanted &= self._landing.held if self._landing else (1 << len(self._chunks)) - 1
         with self._lock:
             number = pick_chunk(wanted, self._handed_out)
             if number >= 0:
@@ -4986,6 +5010,8 @@ class Copy:
         self._options: dict[str, Any] = {"replace": replace, "mode": mode}
         self._sha256, self._lock, self._stop = sha256, threading.Lock(), threading.Event()
         self._in_flight: dict[int, float] = {}  # chunk -> when it was begun last
+        self._chunk_s = 0.0  # what a chunk takes, about
+        self._crowd = False  # more givers than streams
         self._received = 0  # bytes, also of chunks that are not whole yet
         self._benched: dict[str, tuple[float, str]] = {}  # giver -> until when, and why
         self._streams: dict[threading.Thread, str] = {}
@@ -5067,7 +5093,8 @@ class Copy:
     def _bench(self, name: str, error: Exception) -> None:
         """Leave a giver alone: for good if it gave other bytes than it promised."""
         lied, why = isinstance(error, MessageError), getattr(error, "what", str(error))
-        self._benched[name] = (time.monotonic() + (math.inf if lied else BENCH_S), why)
+        brief = isinstance(error, MeshError) and error.kind == "refused"  # it begins itself, or has just ended
+        self._benched[name] = (time.monotonic() + (math.inf if lied else 1.0 if brief else BENCH_S), why)
         log.log(logging.WARNING if lied else logging.INFO, "copy of %s: %s: %s", self.label, name, why)
 
     def _nobody(self) -> FileError:
@@ -5084,7 +5111,7 @@ class Copy:
             self._streams = {thread: name for thread, name in self._streams.items() if thread.is_alive()}
             ready = self._ready()
             streams = Counter(self._streams.values())
-            wanted = STREAMS if len(ready) < 3 else 1
+            wanted, self._crowd = STREAMS if len(ready) < 3 else 1, len(ready) > MAX_STREAMS
             for name in [giver for giver in ready for _ in range(wanted - streams[giver])]:
                 if len(self._streams) < MAX_STREAMS:
                     thread = threading.Thread(target=self._take_from, args=(name, landing), name="copy", daemon=True)
@@ -5122,6 +5149,8 @@ class Copy:
                         raise MessageError("sends what was not asked for")
                     if chosen >= 0:
                         self._take(sock, landing, chosen, buffer)
+                    elif self._crowd and chosen == -1:
+                        return  # perhaps another one has more to give
         except (ShardboxError, OSError) as error:
             if not self._stop.is_set() and landing.missing:
                 self._bench(name, error)
@@ -5131,16 +5160,20 @@ class Copy:
     def _wanted(self, landing: Landing) -> int:
         """A bitmap: what nobody is sending; once that is nothing, what has been on its way for long."""
         with self._lock:
-            missing, late = landing.missing, time.monotonic() - SLOW_S
+            missing, late = landing.missing, time.monotonic() - self._slow_s
             free = missing & ~sum(1 << n for n in self._in_flight)
             return free or missing & sum(1 << n for n, begun in self._in_flight.items() if begun < late)
+
+    @property
+    def _slow_s(self) -> float:
+        return max(SLOW_S, 4 * self._chunk_s)
 
     def _take(self, sock: socket.socket, landing: Landing, number: int, buffer: memoryview) -> None:
         """Accept a chunk, if no other stream was quicker, check it and store it."""
         _, _, size, wanted = landing.chunks[number]
         with self._lock:
             begun, now = self._in_flight.get(number, -math.inf), time.monotonic()
-            welcome = landing.missing >> number & 1 and begun < now - SLOW_S
+            welcome = landing.missing >> number & 1 and begun < now - self._slow_s
             if welcome:
                 self._in_flight[number] = now
         sock.sendall(b"y" if welcome else b"n")
@@ -5163,6 +5196,7 @@ class Copy:
             except OSError as error:
                 self._fault = error
                 raise
+            self._chunk_s = 0.8 * self._chunk_s + 0.2 * (time.monotonic() - now)
         finally:
             with self._lock:
                 self._in_flight.pop(number, None)
@@ -6708,16 +6742,16 @@ class Library:
         keep_task(box.tasks, self._run(copy))
 
     async def _run(self, copy: Copy) -> None:
-        if copy.model:
-            self._surveyor.receiving[copy.model] = copy.root
         log.info("copy of %s: begun", copy.label)
         begun = time.monotonic()
         running = asyncio.ensure_future(self._box.in_thread(copy.run))
         try:
             said, told = 0.0, False
             while not running.done():
-                if copy.landing is not None and not told:
+                if copy.landing is not None and copy.giver is not None and not told:
                     told = True
+                    if copy.model:
+                        self._surveyor.receiving[copy.model] = copy.root
                     self._note([f"{path}.part" for path in copy.landing.own])
                     await self._refresh()  # the others learn that they can have of it
                 if time.monotonic() - said > 10.0:
@@ -6763,7 +6797,7 @@ class Library:
             whole = {copy.root for copy in peer.facts.models if not copy.problem} | {peer.facts.engine_root}
             if root in whole or root in {copy.receiving for copy in peer.facts.models}:
                 found[peer.name] = root not in whole
-        return sorted(found, key=lambda name: (found[name], name))
+        return sorted(found, key=lambda name: (found[name], random.random()))  # else all would ask the same ones
 
     def _connect(self, root: str, name: str) -> socket.socket:
         node, address, port = self._peers.target(name)
