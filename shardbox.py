@@ -4589,16 +4589,16 @@ class Wire(_Station):
 # On a `file/<root>` connection the taker speaks first, one letter:
 #   L             the answer is a length (4 bytes) and JSON: sizes and chunk hashes, which give <root>
 #   A, a bitmap   of the chunks that it lacks and that nobody is sending it. The answer is the number (4 bytes, signed)
-#                 of the one that this giver has handed out least; -1: none of them is here now, -2: it gives to as many
-#                 as it will at once, so that each chunk comes soon and can be passed on soon. Then the taker says
+#                 of the one that this giver has handed out least; -1: none of them is here now. Then the taker says
 #                 y, and the chunk's bytes come, or n: it has found it elsewhere in the meantime
 # The giver chooses, because it alone knows what it gave to whom: every chunk leaves a lone giver once before any leaves
-# it twice, and the takers pass the rest on among themselves. Nothing is believed of either side: what does not hash to
-# what <root> says is thrown away, and its giver left alone.
+# it twice, and the takers pass the rest on among themselves. A taker has one connection to each giver, and a giver
+# turns nobody away: fewer of either leave cables idle (tests/unit/test_copies.py has the model that says so). Nothing
+# is believed of either side: what does not hash to what <root> says is fetched again, and its giver left alone.
 
-STREAMS = 2  # connections to a giver while there is one or two: one receives while the other hashes and writes
-MAX_STREAMS = 4  # in all: more would only make each chunk come later, and be passed on later; each holds one in memory
-TURNS = 3  # chunks that a giver sends at once
+LONE_STREAMS = 2  # connections to an only giver, once a chunk has come: one receives while the other hashes
+MAX_STREAMS = 16  # in all
+PIECE_OF_CHUNK_BYTES = 256 * 1024  # received, hashed and written while it is in the processor's cache
 SILENT_S = 15.0  # a giver that sends nothing for so long is given up for now
 BENCH_S = 10.0  # how long one that failed is left alone
 SLOW_S = 5.0  # once all that is missing is on its way: a chunk that takes longer, and four times as long as others,
@@ -4826,15 +4826,17 @@ class Landing:
                 hint = f"make room for {format_size(need - free)}; what is there already is kept"
                 raise FileError(what, where=os.path.dirname(self.paths[n]), hint=hint)
 
-    def write(self, number: int, data: memoryview) -> None:
-        """Store a chunk whose hash was right. Raises OSError, as on a full disk."""
-        owner, start, _, _ = self.chunks[number]
-        while data:
-            written = os.pwrite(self.files[owner], data, start)
-            start, data = start + written, data[written:]
+    def write(self, number: int, data: memoryview, at: int = 0) -> None:
+        """Store bytes of a chunk, from `at` in it, unless all of it is here: with its last byte it counts, so its hash
+        must have been right before that. Raises OSError, as on a full disk."""
+        owner, start, size, _ = self.chunks[number]
         with self.changed:
-            self.held |= 1 << number
-            self.changed.notify_all()
+            while data and not self.held >> number & 1:
+                written = os.pwrite(self.files[owner], data, start + at)
+                at, data = at + written, data[written:]
+                if at == size:
+                    self.held |= 1 << number
+                    self.changed.notify_all()
 
     def finish(self, sha256: Sequence[str] = ()) -> None:
         """Move whole files in place; the first part comes last, for a model counts from there. `sha256`: what
@@ -4920,7 +4922,6 @@ class Giver:
         self._listing, self._paths, self._pace, self._landing = listing, paths, pace, landing
         self._chunks = listing.chunks
         self._handed_out, self._lock = [0] * len(self._chunks), threading.Lock()
-        self._turns = threading.Semaphore(TURNS)
 
     def serve(self, sock: socket.socket) -> None:
         """Answer one taker until it leaves; in a thread. Files that changed meanwhile end it."""
@@ -4936,18 +4937,12 @@ class Giver:
                     sock.settimeout(None)
                     continue
                 receive_exactly(sock, memoryview(bitmap))
-                self._await_chunk(int.from_bytes(bitmap, "little"))
-                if self._turns.acquire(timeout=OFFER_WAIT_S):
-                    try:
-                        self._offer(sock, files, int.from_bytes(bitmap, "little"))
-                    finally:
-                        self._turns.release()
-                else:
-                    sock.sendall(_CHUNK_NUMBER.pack(-2))
+                self._offer(sock, files, int.from_bytes(bitmap, "little"))
                 sock.settimeout(None)
 
     def _offer(self, sock: socket.socket, files: Sequence[BinaryIO], wanted: int) -> None:
         """Offer one chunk, and send it if that is still welcome."""
+        self._await_chunk(wanted)
         number, answer = self._pick(wanted), bytearray(1)
         sock.sendall(_CHUNK_NUMBER.pack(number))
         if number < 0:
@@ -5009,9 +5004,8 @@ class Copy:
         self._node, self._place, self._pace, self._givers, self._connect = node, place, pace, givers, connect
         self._options: dict[str, Any] = {"replace": replace, "mode": mode}
         self._sha256, self._lock, self._stop = sha256, threading.Lock(), threading.Event()
-        self._in_flight: dict[int, float] = {}  # chunk -> when it was begun last
+        self._in_flight: dict[int, list[float]] = {}  # chunk -> when each stream that receives it began
         self._chunk_s = 0.0  # what a chunk takes, about
-        self._crowd = False  # more givers than streams
         self._received = 0  # bytes, also of chunks that are not whole yet
         self._benched: dict[str, tuple[float, str]] = {}  # giver -> until when, and why
         self._streams: dict[threading.Thread, str] = {}
@@ -5111,7 +5105,7 @@ class Copy:
             self._streams = {thread: name for thread, name in self._streams.items() if thread.is_alive()}
             ready = self._ready()
             streams = Counter(self._streams.values())
-            wanted, self._crowd = STREAMS if len(ready) < 3 else 1, len(ready) > MAX_STREAMS
+            wanted = LONE_STREAMS if len(ready) == 1 and landing.held else 1
             for name in [giver for giver in ready for _ in range(wanted - streams[giver])]:
                 if len(self._streams) < MAX_STREAMS:
                     thread = threading.Thread(target=self._take_from, args=(name, landing), name="copy", daemon=True)
@@ -5131,7 +5125,7 @@ class Copy:
     def _take_from(self, name: str, landing: Landing) -> None:
         """One stream from one giver, in a thread."""
         size = -(-len(landing.chunks) // 8)
-        buffer, number = memoryview(bytearray(CHUNK_BYTES)), bytearray(_CHUNK_NUMBER.size)
+        buffer, number = memoryview(bytearray(PIECE_OF_CHUNK_BYTES)), bytearray(_CHUNK_NUMBER.size)
         try:
             with contextlib.closing(self._connect(name)) as sock:
                 sock.settimeout(SILENT_S)
@@ -5149,8 +5143,6 @@ class Copy:
                         raise MessageError("sends what was not asked for")
                     if chosen >= 0:
                         self._take(sock, landing, chosen, buffer)
-                    elif self._crowd and chosen == -1:
-                        return  # perhaps another one has more to give
         except (ShardboxError, OSError) as error:
             if not self._stop.is_set() and landing.missing:
                 self._bench(name, error)
@@ -5162,7 +5154,7 @@ class Copy:
         with self._lock:
             missing, late = landing.missing, time.monotonic() - self._slow_s
             free = missing & ~sum(1 << n for n in self._in_flight)
-            return free or missing & sum(1 << n for n, begun in self._in_flight.items() if begun < late)
+            return free or missing & sum(1 << n for n, begun in self._in_flight.items() if begun[-1] < late)
 
     @property
     def _slow_s(self) -> float:
@@ -5170,36 +5162,52 @@ class Copy:
 
     def _take(self, sock: socket.socket, landing: Landing, number: int, buffer: memoryview) -> None:
         """Accept a chunk, if no other stream was quicker, check it and store it."""
-        _, _, size, wanted = landing.chunks[number]
+        now = time.monotonic()
         with self._lock:
-            begun, now = self._in_flight.get(number, -math.inf), time.monotonic()
-            welcome = landing.missing >> number & 1 and begun < now - self._slow_s
+            begun = self._in_flight.get(number, [])
+            late = bool(begun)
+            welcome = landing.missing >> number & 1 and (not late or begun[-1] < now - self._slow_s)
             if welcome:
-                self._in_flight[number] = now
+                self._in_flight[number] = [*begun, now]
         sock.sendall(b"y" if welcome else b"n")
         if not welcome:
             return
         try:
-            found, at = hashlib.sha256(), 0
-            while at < size:
-                got = sock.recv_into(buffer[at : min(size, at + MIB)])
-                if not got or not landing.missing >> number & 1:
-                    raise ConnectionResetError("the connection ended early")
-                found.update(buffer[at : at + got])
-                at += got
-                self._received += got
-                self._pace.spend(got)
-            if found.hexdigest() != wanted:
-                raise MessageError("sent bytes that are not those it promised: check its disk and memory")
-            try:
-                landing.write(number, buffer[:size])
-            except OSError as error:
-                self._fault = error
-                raise
+            self._receive(sock, landing, number, buffer, late)
             self._chunk_s = 0.8 * self._chunk_s + 0.2 * (time.monotonic() - now)
         finally:
             with self._lock:
-                self._in_flight.pop(number, None)
+                self._in_flight[number].remove(now)
+                if not self._in_flight[number]:
+                    del self._in_flight[number]
+
+    def _receive(self, sock: socket.socket, landing: Landing, number: int, buffer: memoryview, late: bool) -> None:
+        """Write a chunk as it comes; `late`: another stream does that, so only when it is whole."""
+        _, _, size, wanted = landing.chunks[number]
+        whole, found, at = memoryview(bytearray(size if late else 0)), hashlib.sha256(), 0
+        while at < size:
+            piece = buffer[: sock.recv_into(buffer[: size - at])]
+            after = at + len(piece)
+            if after == at or not landing.missing >> number & 1:
+                raise ConnectionResetError("the connection ended early")
+            found.update(piece)
+            if after == size and found.hexdigest() != wanted:
+                raise MessageError("sent bytes that are not those it promised: check its disk and memory")
+            if late:
+                whole[at:after] = piece
+            else:
+                self._write(landing, number, piece, at)
+            at, self._received = after, self._received + len(piece)
+            self._pace.spend(len(piece))
+        if late:
+            self._write(landing, number, whole)
+
+    def _write(self, landing: Landing, number: int, data: memoryview, at: int = 0) -> None:
+        try:
+            landing.write(number, data, at)
+        except OSError as error:
+            self._fault = error
+            raise
 
 
 # --- the stick: a folder that holds all that a box needs, on a file system that may be FAT ----------------
