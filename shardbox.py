@@ -67,6 +67,7 @@ import time
 import types
 import typing
 import urllib.parse
+import weakref
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
@@ -6347,15 +6348,24 @@ class Box:
 
 
 def dialled_session(dial: Callable[[str], socket.socket], pool: Executor) -> aiohttp.ClientSession:
-    """An HTTP client without a time limit, whose connections come from `dial(host)`, a blocking call."""
+    """An HTTP client without a time limit, whose connections come from `dial(host)`, a blocking call. Closed, it breaks
+    what it still asks."""
+    transports = weakref.WeakSet[asyncio.Transport]()
 
     class DialConnector(aiohttp.BaseConnector):  # here, so that aiohttp is imported only by who needs it
         async def _create_connection(self, req: Any, traces: Any, timeout: Any) -> Any:
             loop = asyncio.get_running_loop()
             sock = await loop.run_in_executor(pool, dial, str(req.url.host))
             sock.setblocking(False)
-            _, protocol = await loop.create_connection(self._factory, sock=sock)
+            transport, protocol = await loop.create_connection(self._factory, sock=sock)
+            transports.add(transport)
             return protocol
+
+        async def close(self, **options: Any) -> None:
+            for transport in transports:
+                transport.abort()
+            await asyncio.sleep(0)  # who reads an answer learns of it; aiohttp (3.14) alone lets him wait for ever
+            await super().close(**options)
 
     connector = DialConnector(limit=0, keepalive_timeout=30.0)
     return aiohttp.ClientSession(connector=connector, timeout=aiohttp.ClientTimeout(total=None))
@@ -7165,11 +7175,11 @@ class RankHost:
             task.cancel()
         if run.starting is not None:
             await asyncio.wait({run.starting})
+        if run.session is not None:  # who waits for an answer need not wait for the engine's end
+            await run.session.close()
         if run.engine is not None and not run.exited.is_set():
             await self._end_engine(run, run.engine, orderly)
         await self._box.in_thread(run.close)
-        if run.session is not None:
-            await run.session.close()
         if self.runs.get(run.plan.model) is run:
             del self.runs[run.plan.model]
         self._record()
@@ -7177,7 +7187,7 @@ class RankHost:
     async def _end_engine(self, run: RankRun, engine: EngineProcess, orderly: bool) -> None:
         """The ladder of signals. In a whole ring only the leader is told: it passes STOP round."""
         if orderly and run.session is not None:
-            await self._settle(run, run.session)
+            await self._settle(run)
         steps: list[tuple[int, float]] = [(signal.SIGTERM, TERM_S), (signal.SIGKILL, TERM_S)]
         if orderly and run.plan.world > 1 and run.rank > 0:
             steps.insert(0, (0, RING_STOP_S))
@@ -7188,10 +7198,9 @@ class RankHost:
                 await asyncio.wait_for(run.exited.wait(), wait_s)
                 return
 
-    async def _settle(self, run: RankRun, requests: aiohttp.ClientSession) -> None:
-        """Drop the requests of a leader and wait until its slots are free: told to end while tokens flow, Prima
+    async def _settle(self, run: RankRun) -> None:
+        """Wait until the slots of a leader, whose requests were dropped, are free: told to end while tokens flow, Prima
         aborts without passing STOP (measured, bdf9d8e7)."""
-        await requests.close()
         deadline = time.monotonic() + TERM_S
         async with self._engine_session(run) as session:
             while time.monotonic() < deadline and not run.exited.is_set():
@@ -8327,7 +8336,8 @@ async def read_request(config: Config, request: web.Request) -> tuple[ModelConfi
 
 async def answer_request(node: Node, request: web.Request, path: str) -> web.StreamResponse:
     """Answer a client's request. While its client has been sent nothing, it outlives the rings that break under it,
-    within [api] hold_s and HELD_TRIES. Raises ApiError."""
+    within HELD_TRIES and [api] hold_s: the last one may be asked just before that, and takes its time, or stalls.
+    Raises ApiError."""
     model, body = await read_request(node.box.config, request)
     held = Held(until=time.monotonic() + node.box.config.api.hold_s)
     while True:
@@ -8438,7 +8448,7 @@ async def answer_model(
     """Ask the engine on this node. It always streams to us, so that an answer nobody waits for can be dropped.
     Raises ApiError, RingError when the engine was lost before its client was sent anything."""
     run, traffic = node.host.runs.get(model.name), node.rings.traffic[model.name]
-    if run is None or run.session is None:
+    if run is None or run.session is None or run.session.closed:
         raise not_ready(node, model.name)
     traffic.in_flight += 1
     try:
