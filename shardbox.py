@@ -12,19 +12,25 @@ Sections, top to bottom; none uses a later one:
      2 units, messages   bytes and durations for people; dataclasses as JSON between nodes
      3 configuration     TOML text -> Config, with every mistake at once
      4 inventory, GGUF   what each node has, and what a model file's header says
-     5 plan              which node holds which layers, and why
+     5 plan              which node holds which layers, why, and how fast
      6 wiring            ports, argv and environment of one rank
      7 lifecycle         one ring as a state machine; leases; what `status` is told; diagnosis of an engine's end
     --- I/O starts here ---
      8 probes            memory, GPUs, binaries, model files, network addresses of this box
-     9 discovery         mDNS adverts: hints, never trusted
-    10 mesh              mutual TLS 1.3 from the cluster secret, then sealed frames; the forwarder's wires
-    11 files             models and engines that a box takes from others, chunk by chunk; the stick
-    12 engine            spawner, closed network namespace, capped logs; the rehearsal engine
-    13 supervisor        peers, this node's ranks, the rings that it leads, the node
-    14 control           the owner's socket, the peers' service, the OpenAI endpoint
-    15 status            Snapshot -> exit code, one line for a pager, tables (pure)
-    16 command line      each command returns its exit code; only main() ends the program
+     9 survey            all of them as this node's facts, kept up to date; its folders, ports and sockets
+    10 discovery         mDNS adverts: hints, never trusted
+    11 mesh              mutual TLS 1.3 from the cluster secret, then sealed frames; the forwarder's wires
+    12 files             models and engines from other boxes, chunk by chunk; the stick
+    13 engine            spawner, closed network namespace, capped logs
+    14 rehearsal         an engine without a model, which speaks as Prima does
+    15 peers             which nodes are there, which of them live, and the ways to them
+    16 ranks             this node's engines, from a lease to the last log line
+    17 rings             those that this node leads
+    18 node              one `shardbox up`, which holds all of this together
+    19 endpoint          the OpenAI API on every node
+    20 control           the owner's socket, the peers' service, the status socket
+    21 status            Snapshot -> exit code, one line for a pager, tables (pure)
+    22 command line      each command returns its exit code; only main() ends the program
 """
 
 from __future__ import annotations
@@ -61,6 +67,7 @@ import time
 import types
 import typing
 import urllib.parse
+import weakref
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
@@ -3060,6 +3067,29 @@ def _no_gpu(root: str, reason: str) -> str:
 # -- hashes --------------------------------------------------------------------------------------------
 
 
+def file_signature(path: str) -> tuple[str, int, int, int]:
+    """Changes when the file does; zeros where there is none."""
+    try:
+        found = os.stat(path)
+    except OSError:
+        return path, 0, 0, 0
+    return path, found.st_size, found.st_mtime_ns, found.st_ino
+
+
+def part_paths(path: str) -> tuple[str, ...]:
+    """All parts of a split model beside its first."""
+    folder, name = os.path.split(path)
+    return tuple(os.path.join(folder, part) for part in split_parts(name))
+
+
+def write_atomic(path: str, data: bytes) -> None:
+    """Write beside the file and move in place, so that a reader sees the old bytes or the new."""
+    draft = f"{path}.{os.getpid()}.new"
+    with open(draft, "wb") as file:
+        file.write(data)
+    os.replace(draft, path)
+
+
 class HashCache:
     """Content hashes of files, kept in `hashes.json` in the state folder; losing it costs time only. An entry counts
     while path, size, mtime and inode are the same. Safe to use from several threads."""
@@ -3390,7 +3420,9 @@ def _matches(entry: str, name: str, ip: ipaddress.IPv4Address) -> bool:
         return _fits(name, entry) or _fits(name.partition(":")[0], entry)
 
 
-# --- what this node is -----------------------------------------------------------------------------------
+# ======================================================================================================
+# 9. Survey: what this node is, kept up to date; its folders, ports and sockets
+# ======================================================================================================
 
 
 class Surveyor:
@@ -3606,29 +3638,6 @@ class Surveyor:
 ENGINE_ROLES = ("leader", "worker")
 
 
-def file_signature(path: str) -> tuple[str, int, int, int]:
-    """Changes when the file does; zeros where there is none."""
-    try:
-        found = os.stat(path)
-    except OSError:
-        return path, 0, 0, 0
-    return path, found.st_size, found.st_mtime_ns, found.st_ino
-
-
-def part_paths(path: str) -> tuple[str, ...]:
-    """All parts of a split model beside its first."""
-    folder, name = os.path.split(path)
-    return tuple(os.path.join(folder, part) for part in split_parts(name))
-
-
-def write_atomic(path: str, data: bytes) -> None:
-    """Write beside the file and move in place, so that a reader sees the old bytes or the new."""
-    draft = f"{path}.{os.getpid()}.new"
-    with open(draft, "wb") as file:
-        file.write(data)
-    os.replace(draft, path)
-
-
 def port_owner_hint(port: int) -> str:
     """What to do about a TCP port that is taken; names its owner where that can be seen."""
     inodes = set()
@@ -3717,7 +3726,7 @@ def short_socket_path(path: str) -> Iterator[str]:
 
 
 # ======================================================================================================
-# 9. Discovery: mDNS adverts. They are only hints: a peer is a node that proved the secret.
+# 10. Discovery: mDNS adverts. They are only hints: a peer is a node that proved the secret.
 # ======================================================================================================
 
 SERVICE_TYPE = "_shardbox._tcp.local."
@@ -3853,7 +3862,7 @@ def printable(text: str) -> str:
 
 
 # ======================================================================================================
-# 10. Mesh and forwarder: proof of the secret, sealed frames, and wires that carry the engines' connections
+# 11. Mesh and forwarder: proof of the secret, sealed frames, and wires that carry the engines' connections
 # ======================================================================================================
 # secret -> scrypt -> seed of an Ed25519 authority that every node rebuilds in memory. A connection:
 #   1. mutual TLS 1.3; each side proves that the authority signed its certificate, which names nobody, and that
@@ -4584,7 +4593,7 @@ class Wire(_Station):
 
 
 # ======================================================================================================
-# 11. Files: what a box takes from others, chunk by chunk; each is checked as it lands, and passed on at once
+# 12. Files: what a box takes from others, chunk by chunk; each is checked as it lands, and passed on at once
 # ======================================================================================================
 # On a `file/<root>` connection the taker speaks first, one letter:
 #   L             the answer is a length (4 bytes) and JSON: sizes and chunk hashes, which give <root>
@@ -5365,7 +5374,7 @@ def unpack_file(stick: str, entry: StickFile, path: str, replace_it: bool, tell:
 
 
 # ======================================================================================================
-# 12. Engine: how engines are spawned, closed in, watched and logged; then the rehearsal engine.
+# 13. Engine: how engines are spawned, closed in, watched and logged
 # ======================================================================================================
 # node -> spawner -> one keeper an engine -> engine. Spawner and keepers are single-threaded forks of the node; a keeper
 # lives in its engine's network and makes the node's sockets there. When the node is killed, they see their channels end
@@ -5848,6 +5857,10 @@ class CappedLog:
             self.problem = f"{self._path}: {problem.strerror}"
 
 
+# ======================================================================================================
+# 14. Rehearsal: an engine without a model, which speaks as Prima does
+# ======================================================================================================
+
 RehearsalHook = Callable[[str, int], None]
 
 REHEARSAL_STOP_LINGER_MS = 1000  # bounds how long a rank that leaves waits for its successor to take the STOP
@@ -6272,22 +6285,13 @@ def rehearse(argv: Sequence[str], environ: Mapping[str, str], *, hook: Rehearsal
 
 
 # ======================================================================================================
-# 13. Supervisor: peers, this node's ranks, the rings that it leads, and the node that holds them together
+# 15. Peers: which nodes are there, which of them live, and the ways to them
 # ======================================================================================================
 
 MAX_PEERS, MAX_HINTS = 1024, 16  # names remembered, and addresses of one name: adverts are anybody's
 POLL_S = 2.0  # between two questions to a peer
-LINK_AGE_S = 1800.0  # until the way to a node is measured again
-LINKS_WAIT_S = 4.0  # after a node came, until a ring of three or more forms without its ways measured
 CALL_TIMEOUT_S = 5.0  # bounds one question to a peer
 LOST_S = 7.0  # a peer silent for longer is lost: three questions unanswered
-SETTLE_S = 3.0  # without [[nodes]]: how long nobody new must have come before a ring forms (mDNS takes 1.2 s)
-RING_STOP_S = 6.0  # after the leader's SIGTERM a whole ring is gone in about 3 s (measured)
-TERM_S = 2.0  # from SIGTERM to SIGKILL
-WIRE_GRACE_S = 0.5  # from a broken wire to the alarm: the engine whose end broke it can say more
-UNHEARD_S = 3.0  # a peer silent for so long is not waited for when a ring is torn down
-KNOCK_S = 5.0  # between two tries to reach engines that are not closed in, and for each of them
-MAX_DOORS = 96  # ports that are tried: of a whole ring
 TWIN_HINT = "give this one another name: --node NAME, SHARDBOX_NODE or its hostname"
 Target = tuple[str, str, int]  # node, address, port
 
@@ -6352,15 +6356,24 @@ class Box:
 
 
 def dialled_session(dial: Callable[[str], socket.socket], pool: Executor) -> aiohttp.ClientSession:
-    """An HTTP client without a time limit, whose connections come from `dial(host)`, a blocking call."""
+    """An HTTP client without a time limit, whose connections come from `dial(host)`, a blocking call. Closed, it breaks
+    what it still asks."""
+    transports = weakref.WeakSet[asyncio.Transport]()
 
     class DialConnector(aiohttp.BaseConnector):  # here, so that aiohttp is imported only by who needs it
         async def _create_connection(self, req: Any, traces: Any, timeout: Any) -> Any:
             loop = asyncio.get_running_loop()
             sock = await loop.run_in_executor(pool, dial, str(req.url.host))
             sock.setblocking(False)
-            _, protocol = await loop.create_connection(self._factory, sock=sock)
+            transport, protocol = await loop.create_connection(self._factory, sock=sock)
+            transports.add(transport)
             return protocol
+
+        async def close(self, **options: Any) -> None:
+            for transport in transports:
+                transport.abort()
+            await asyncio.sleep(0)  # who reads an answer learns of it; aiohttp (3.14) alone lets him wait for ever
+            await super().close(**options)
 
     connector = DialConnector(limit=0, keepalive_timeout=30.0)
     return aiohttp.ClientSession(connector=connector, timeout=aiohttp.ClientTimeout(total=None))
@@ -6596,6 +6609,96 @@ class Peers:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         await self.session.close()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reach:
+    """What one node found when it dialled another."""
+
+    source: str
+    target: str
+    address: str
+    rtt_ms: float = 0.0
+    problem: str = ""
+    hint: str = ""
+
+
+REACH_HINTS = {
+    "unreachable": "is shardbox up there? open TCP port {port} in its firewall",
+    "wrong_secret": "put the same cluster secret on both boxes",
+    "wrong_name": "another node answers at this address: correct [[nodes]]",
+    "protocol": "install the same shardbox on both boxes",
+    "encryption": "give both boxes the same [cluster] encryption",
+    "wrong_key": "`shardbox nodes` on that box shows its key: correct [[nodes]], or somebody poses as it",
+}
+
+
+async def reach_all(config: Config, name: str, hints: Iterable[Hint], mesh: Mesh, pool: Executor) -> list[Reach]:
+    """Dial every hinted and declared node from here, afresh: address, port, secret and name are all tried."""
+    targets: dict[str, list[Hint]] = {node.name: [] for node in config.nodes if node.name != name}
+    for hint in hints:
+        if hint.node != name:
+            targets.setdefault(hint.node, []).append(hint)
+
+    async def reach(target: str, hints: list[Hint]) -> Reach:
+        advice = "is it up? give its `address` in [[nodes]] where multicast is blocked"
+        best = Reach(source=name, target=target, address="-", problem="not discovered", hint=advice)
+        for hint in hints:
+            started, at = time.monotonic(), replace(best, address=f"{hint.address}:{hint.port}", problem="", hint="")
+            call = functools.partial(mesh.dial, hint.address, hint.port, target, "control", CALL_TIMEOUT_S)
+            try:
+                link = await asyncio.get_running_loop().run_in_executor(pool, call)
+            except MeshError as error:
+                advice = error.hint or REACH_HINTS.get(error.kind, "see that node's log").format(port=hint.port)
+                best = replace(at, problem=error.what, hint=advice)
+                continue
+            link.close()
+            return replace(at, rtt_ms=(time.monotonic() - started) * 1000)
+        return best
+
+    return list(await asyncio.gather(*(reach(target, found) for target, found in sorted(targets.items()))))
+
+
+def measure_link(sock: socket.socket) -> LinkFacts:
+    """The way to a node that echoes what comes, at the sizes of the engine's messages: the best of some round trips of
+    a token, and of some of a batch. About 1 MB each way. Raises OSError."""
+    sock.settimeout(CALL_TIMEOUT_S)
+    large = 256 * KIB  # fits into what lies between, so that it can be sent before anything is read
+
+    def trip_ns(size: int) -> int:
+        message, left = bytes(size), size
+        started = time.monotonic_ns()
+        sock.sendall(message)
+        while left > 0:
+            data = sock.recv(large)
+            if not data:
+                raise ConnectionAbortedError("it ended early")
+            left -= len(data)
+        return time.monotonic_ns() - started
+
+    trip_ns(64)
+    rtt_ns = min(trip_ns(64) for _ in range(10))
+    took_ns = max(1, min(trip_ns(large) for _ in range(4)) - rtt_ns)
+    return LinkFacts(rtt_ns=int(float(f"{rtt_ns:.2g}")), bytes_per_s=int(float(f"{large * 10**9 // took_ns:.2g}")))
+
+
+def echo(sock: socket.socket) -> None:
+    """The other side of `measure_link`: for a bounded time and amount. In its own thread."""
+    deadline, left = time.monotonic() + CALL_TIMEOUT_S, 4 * MIB
+    with sock, contextlib.suppress(OSError):
+        sock.settimeout(CALL_TIMEOUT_S)
+        while left > 0 and time.monotonic() < deadline and (data := sock.recv(256 * KIB)):
+            sock.sendall(data)
+            left -= len(data)
+
+
+# ======================================================================================================
+# 16. Ranks: this node's engines and what they need, from a lease to the last log line
+# ======================================================================================================
+
+RING_STOP_S = 6.0  # after the leader's SIGTERM a whole ring is gone in about 3 s (measured)
+TERM_S = 2.0  # from SIGTERM to SIGKILL
+WIRE_GRACE_S = 0.5  # from a broken wire to the alarm: the engine whose end broke it can say more
 
 
 @dataclass(slots=True, kw_only=True)
@@ -7080,11 +7183,11 @@ class RankHost:
             task.cancel()
         if run.starting is not None:
             await asyncio.wait({run.starting})
+        if run.session is not None:  # who waits for an answer need not wait for the engine's end
+            await run.session.close()
         if run.engine is not None and not run.exited.is_set():
             await self._end_engine(run, run.engine, orderly)
         await self._box.in_thread(run.close)
-        if run.session is not None:
-            await run.session.close()
         if self.runs.get(run.plan.model) is run:
             del self.runs[run.plan.model]
         self._record()
@@ -7092,7 +7195,7 @@ class RankHost:
     async def _end_engine(self, run: RankRun, engine: EngineProcess, orderly: bool) -> None:
         """The ladder of signals. In a whole ring only the leader is told: it passes STOP round."""
         if orderly and run.session is not None:
-            await self._settle(run, run.session)
+            await self._settle(run)
         steps: list[tuple[int, float]] = [(signal.SIGTERM, TERM_S), (signal.SIGKILL, TERM_S)]
         if orderly and run.plan.world > 1 and run.rank > 0:
             steps.insert(0, (0, RING_STOP_S))
@@ -7103,10 +7206,9 @@ class RankHost:
                 await asyncio.wait_for(run.exited.wait(), wait_s)
                 return
 
-    async def _settle(self, run: RankRun, requests: aiohttp.ClientSession) -> None:
-        """Drop the requests of a leader and wait until its slots are free: told to end while tokens flow, Prima
+    async def _settle(self, run: RankRun) -> None:
+        """Wait until the slots of a leader, whose requests were dropped, are free: told to end while tokens flow, Prima
         aborts without passing STOP (measured, bdf9d8e7)."""
-        await requests.close()
         deadline = time.monotonic() + TERM_S
         async with self._engine_session(run) as session:
             while time.monotonic() < deadline and not run.exited.is_set():
@@ -7149,6 +7251,13 @@ class RankHost:
             write_atomic(os.path.join(self._box.folder, "engines.json"), record.encode())
         except OSError as error:
             log.warning("cannot record running engines: %s", error)
+
+
+# ======================================================================================================
+# 17. Rings: those that this node leads; the state machine's effects become calls
+# ======================================================================================================
+
+UNHEARD_S = 3.0  # a peer silent for so long is not waited for when a ring is torn down
 
 
 @dataclass(slots=True, kw_only=True)
@@ -7423,85 +7532,15 @@ def sign_of_life(views: Sequence[RankView]) -> str:
     return f"{moved}/{computed}/{resident}/{sum(view.read_bytes for view in views)}"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Reach:
-    """What one node found when it dialled another."""
+# ======================================================================================================
+# 18. Node: one `shardbox up`, which holds all of this together
+# ======================================================================================================
 
-    source: str
-    target: str
-    address: str
-    rtt_ms: float = 0.0
-    problem: str = ""
-    hint: str = ""
-
-
-REACH_HINTS = {
-    "unreachable": "is shardbox up there? open TCP port {port} in its firewall",
-    "wrong_secret": "put the same cluster secret on both boxes",
-    "wrong_name": "another node answers at this address: correct [[nodes]]",
-    "protocol": "install the same shardbox on both boxes",
-    "encryption": "give both boxes the same [cluster] encryption",
-    "wrong_key": "`shardbox nodes` on that box shows its key: correct [[nodes]], or somebody poses as it",
-}
-
-
-async def reach_all(config: Config, name: str, hints: Iterable[Hint], mesh: Mesh, pool: Executor) -> list[Reach]:
-    """Dial every hinted and declared node from here, afresh: address, port, secret and name are all tried."""
-    targets: dict[str, list[Hint]] = {node.name: [] for node in config.nodes if node.name != name}
-    for hint in hints:
-        if hint.node != name:
-            targets.setdefault(hint.node, []).append(hint)
-
-    async def reach(target: str, hints: list[Hint]) -> Reach:
-        advice = "is it up? give its `address` in [[nodes]] where multicast is blocked"
-        best = Reach(source=name, target=target, address="-", problem="not discovered", hint=advice)
-        for hint in hints:
-            started, at = time.monotonic(), replace(best, address=f"{hint.address}:{hint.port}", problem="", hint="")
-            call = functools.partial(mesh.dial, hint.address, hint.port, target, "control", CALL_TIMEOUT_S)
-            try:
-                link = await asyncio.get_running_loop().run_in_executor(pool, call)
-            except MeshError as error:
-                advice = error.hint or REACH_HINTS.get(error.kind, "see that node's log").format(port=hint.port)
-                best = replace(at, problem=error.what, hint=advice)
-                continue
-            link.close()
-            return replace(at, rtt_ms=(time.monotonic() - started) * 1000)
-        return best
-
-    return list(await asyncio.gather(*(reach(target, found) for target, found in sorted(targets.items()))))
-
-
-def measure_link(sock: socket.socket) -> LinkFacts:
-    """The way to a node that echoes what comes, at the sizes of the engine's messages: the best of some round trips of
-    a token, and of some of a batch. About 1 MB each way. Raises OSError."""
-    sock.settimeout(CALL_TIMEOUT_S)
-    large = 256 * KIB  # fits into what lies between, so that it can be sent before anything is read
-
-    def trip_ns(size: int) -> int:
-        message, left = bytes(size), size
-        started = time.monotonic_ns()
-        sock.sendall(message)
-        while left > 0:
-            data = sock.recv(large)
-            if not data:
-                raise ConnectionAbortedError("it ended early")
-            left -= len(data)
-        return time.monotonic_ns() - started
-
-    trip_ns(64)
-    rtt_ns = min(trip_ns(64) for _ in range(10))
-    took_ns = max(1, min(trip_ns(large) for _ in range(4)) - rtt_ns)
-    return LinkFacts(rtt_ns=int(float(f"{rtt_ns:.2g}")), bytes_per_s=int(float(f"{large * 10**9 // took_ns:.2g}")))
-
-
-def echo(sock: socket.socket) -> None:
-    """The other side of `measure_link`: for a bounded time and amount. In its own thread."""
-    deadline, left = time.monotonic() + CALL_TIMEOUT_S, 4 * MIB
-    with sock, contextlib.suppress(OSError):
-        sock.settimeout(CALL_TIMEOUT_S)
-        while left > 0 and time.monotonic() < deadline and (data := sock.recv(256 * KIB)):
-            sock.sendall(data)
-            left -= len(data)
+LINK_AGE_S = 1800.0  # until the way to a node is measured again
+LINKS_WAIT_S = 4.0  # after a node came, until a ring of three or more forms without its ways measured
+SETTLE_S = 3.0  # without [[nodes]]: how long nobody new must have come before a ring forms (mDNS takes 1.2 s)
+KNOCK_S = 5.0  # between two tries to reach engines that are not closed in, and for each of them
+MAX_DOORS = 96  # ports that are tried: of a whole ring
 
 
 def precedence(phase: str, world: int, leader: str) -> tuple[bool, int, str]:
@@ -8114,44 +8153,485 @@ def snapshot(node: Node) -> Snapshot:
 
 
 # ======================================================================================================
-# 14. Control and endpoint: what the owner, other nodes, and OpenAI clients may ask
+# 19. Endpoint: the OpenAI API on every node; a request goes to the ring's leader
 # ======================================================================================================
-
 MAX_BODY_BYTES = 32 * MIB  # of a client's request, also when a peer passes it on
 MAX_CLIENTS = 512  # connections to the endpoint
 MAX_REQUESTS = 64  # being answered or held at once; the engine queues what its slots cannot take
 HOLD_POLL_S = 0.1  # between two looks for a ring that may answer a held request
 REQUEST_TIMEOUT_S = 10.0  # from a client's connection to its first whole request header
 BODY_TIMEOUT_S = 60.0  # for the body behind it
-MAX_MESSAGE_BYTES = 8 * MIB  # of an owner's request
-VERIFY_TIMEOUT_S = 6 * 3600.0  # for reading a whole model again
 API_PATHS = ("/v1/chat/completions", "/v1/completions", "/v1/embeddings")
-Handler: TypeAlias = "Callable[[web.Request], Awaitable[web.StreamResponse]]"
-Asked: TypeAlias = "Callable[[web.Request], Awaitable[Any]]"  # a handler of control: its result goes out as JSON
 
 
-async def start_services(node: Node) -> list[Callable[[], Awaitable[None]]]:
-    """Open the peers' service, the owner's control socket, the endpoint and the status socket; returns what
-    closes each of them. Raises ShardboxError where a port or path cannot be had."""
-    gate = Endpoint(node)
-    runners = [
-        web.AppRunner(app, access_log=None, handler_cancellation=True, shutdown_timeout=1.0)
-        for app in (PeerService(node).app(), OwnerService(node).app(), gate.app())
-    ]
-    for runner in runners:
-        await runner.setup()
-    peers, owner, endpoint = runners
-    node.control = peers.server
-    with short_socket_path(control_path(node.box.folder)) as path:
-        with contextlib.suppress(FileNotFoundError):
-            os.unlink(path)
-        mask = os.umask(0o177)
+class ApiError(Exception):
+    """An error for an OpenAI client. Whose fault it is follows from the status; a 503 says when to ask again."""
+
+    def __init__(self, status: int, text: str, code: str | None = None) -> None:
+        super().__init__(text)
+        self.status, self.text, self.code = status, text, code
+
+    def response(self) -> web.Response:
+        """The error in OpenAI's shape."""
+        kind = "invalid_request_error" if self.status < 500 or self.status == 501 else "server_error"
+        body = {"error": {"message": self.text, "type": kind, "param": None, "code": self.code}}
+        retry = {"Retry-After": "5"} if self.status in (429, 503) else None
+        return web.json_response(body, status=self.status, headers=retry)
+
+
+class RingError(ApiError):
+    """No ring answers now, or one broke before the client was sent anything: the request may be asked again."""
+
+
+def need(condition: bool, text: str) -> None:
+    """Raises ApiError (400) with the text where the condition does not hold."""
+    if not condition:
+        raise ApiError(400, text)
+
+
+class Endpoint:
+    """The OpenAI endpoint of this node: requests go to whichever node leads the model."""
+
+    def __init__(self, node: Node) -> None:
+        self._node = node
+        self._keys: list[bytes] = []
+        self.follow(node.box.config)
+        node.followers.append(self.follow)
+        self.silent: dict[int, asyncio.TimerHandle] = {}  # connection -> when it is closed if it asks nothing
+
+    def app(self) -> web.Application:
+        """The routes."""
+        guard = web.middleware(functools.partial(self.guard))  # which a bound method does not let itself be marked as
+        app = web.Application(client_max_size=MAX_BODY_BYTES, middlewares=[guard])
+        app.add_routes([web.get("/v1/models", self.models), web.get("/health", self.health)])
+        app.add_routes([web.post(path, self.generate) for path in API_PATHS])
+        return app
+
+    async def guard(self, request: web.Request, handler: Handler) -> web.StreamResponse:
+        """Keys first; then every failure in OpenAI's shape."""
+        if timer := self.silent.pop(id(request.protocol), None):
+            timer.cancel()
         try:
-            await web.UnixSite(owner, path).start()
+            self._check_key(request)
+            return await handler(request)
+        except ApiError as failure:
+            error = failure
+        except web.HTTPNotFound:
+            error = ApiError(404, f"no such path: {request.path}", "not_found")
+        except web.HTTPMethodNotAllowed as wrong:
+            error = ApiError(405, f"{request.path} takes {', '.join(sorted(wrong.allowed_methods))}")
+        except web.HTTPRequestEntityTooLarge:
+            error = ApiError(413, f"the request is larger than {format_size(MAX_BODY_BYTES)}")
+        except (web.HTTPException, asyncio.CancelledError, ConnectionError):
+            raise
+        except Exception:
+            log.exception("bug in %s %s", request.method, request.path)
+            error = ApiError(500, "a bug in shardbox: its log has the traceback")
+        return error.response()
+
+    def follow(self, config: Config) -> None:
+        """Read the keys again. Raises UsageError."""
+        self._keys = read_api_keys(config)
+
+    def _check_key(self, request: web.Request) -> None:
+        if self._keys and request.path != "/health":
+            text = request.headers.get("Authorization", "").removeprefix("Bearer ").strip()
+            given = hashlib.sha256(text.encode(errors="replace")).digest()
+            if not any([hmac.compare_digest(given, key) for key in self._keys]):  # noqa: C419 - all, in constant time
+                raise ApiError(401, "wrong or missing API key", "invalid_api_key")
+
+    async def models(self, request: web.Request) -> web.StreamResponse:
+        """The configured models, in OpenAI's shape, with their phase."""
+        config, data = self._node.box.config, []
+        for model in config.models:
+            entry = {"id": model.name, "object": "model", "created": 0, "owned_by": config.cluster.name}
+            phase = best_view(self._node, model.name).phase
+            data.append({**entry, "aliases": list(model.aliases), "status": phase})
+        return web.json_response({"object": "list", "data": data})
+
+    async def health(self, request: web.Request) -> web.StreamResponse:
+        """200 when every wanted model answers, else 503."""
+        phases = {model.name: best_view(self._node, model.name).phase for model in self._node.box.config.models}
+        good = all(phase in (Phase.SERVING, Phase.STOPPED) for phase in phases.values())
+        body = {"status": "ok" if good else "loading", "models": phases}
+        return web.json_response(body, status=200 if good else 503, headers=None if good else {"Retry-After": "5"})
+
+    async def generate(self, request: web.Request) -> web.StreamResponse:
+        """A completion, chat completion or embedding."""
+        node = self._node
+        if node.stop.is_set():
+            raise ApiError(503, f"{node.box.name} is going down: ask another node", "node_going_down")
+        if node.asking >= MAX_REQUESTS:
+            raise ApiError(429, f"{MAX_REQUESTS} requests are being answered here already", "too_many_requests")
+        node.asking += 1
+        try:
+            return await answer_request(node, request, request.path)
         finally:
-            os.umask(mask)
-    closing = await open_endpoint(node, gate, endpoint)
-    return [closing, *(runner.cleanup for runner in runners), await start_status_service(node)]
+            node.asking -= 1
+
+
+def read_api_keys(config: Config) -> list[bytes]:
+    """SHA-256 digests of the keys in [api] keys_file, which may hold them as "sha256:HEX" already. Raises UsageError
+    where it cannot be read or holds none."""
+    if not config.api.keys_file:
+        return []
+    path = os.path.join(config.folder, config.api.keys_file)
+    try:
+        with open(path, "rb") as file:
+            keys = [line.strip() for line in file.read().splitlines() if line.strip() and not line.startswith(b"#")]
+    except OSError as error:
+        raise UsageError(f"cannot be read: {error.strerror}", where=f"api.keys_file: {path}") from None
+    if not keys:
+        raise UsageError("holds no key", where=f"api.keys_file: {path}", hint="one key a line")
+    hashed = re.compile(rb"sha256:([0-9a-fA-F]{64})")
+    return [
+        bytes.fromhex(m[1].decode()) if (m := hashed.fullmatch(key)) else hashlib.sha256(key).digest() for key in keys
+    ]
+
+
+def api_tls(config: Config) -> ssl.SSLContext | None:
+    """TLS for the endpoint, where [api] names a certificate. Raises UsageError where it cannot be used."""
+    import ssl
+
+    if not config.api.tls_cert:
+        return None
+    context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+    cert, key = (os.path.join(config.folder, path) for path in (config.api.tls_cert, config.api.tls_key))
+    try:
+        context.load_cert_chain(cert, key)
+    except OSError as error:  # ssl.SSLError is one: not PEM, or not a pair
+        raise UsageError(
+            f"cannot be used: {error.strerror or error}",
+            where=f"api.tls_cert, api.tls_key: {cert}, {key}",
+            hint="a PEM certificate chain and its unencrypted private key",
+        ) from None
+    return context
+
+
+class Door:
+    """The protocol of a connection to the endpoint when too many are open: it is closed at once."""
+
+    def connection_made(self, transport: asyncio.Transport) -> None:
+        """Hang up."""
+        transport.abort()
+
+    def connection_lost(self, error: BaseException | None) -> None:
+        """Nothing is kept of it."""
+
+
+async def read_request(config: Config, request: web.Request) -> tuple[ModelConfig, dict[str, Any]]:
+    """The model and JSON object of a client's request. Raises ApiError."""
+    try:
+        async with asyncio.timeout(BODY_TIMEOUT_S):
+            body = json.loads(await request.read())
+    except TimeoutError:
+        raise ApiError(408, f"the request did not arrive within {BODY_TIMEOUT_S:.0f} s") from None
+    except (ValueError, RecursionError, web.RequestPayloadError):
+        body = None
+    if not isinstance(body, dict):
+        raise ApiError(400, "the request is not a JSON object")
+    name, only = body.get("model"), config.models[0] if len(config.models) == 1 else None
+    model = config.model(name) if isinstance(name, str) else only if name is None else None
+    if model is None:
+        names = ", ".join(other.name for other in config.models) or "none"
+        text = f"the model {repr(name)[:100]} does not exist; there are: {names}"
+        raise ApiError(404, text, "model_not_found")
+    if request.path.endswith("/embeddings") != model.embeddings:
+        wish = "completions: set embeddings = true for a model that embeds"
+        raise ApiError(501, f"{model.name} serves {'embeddings only' if model.embeddings else wish}", "not_implemented")
+    return model, body
+
+
+async def answer_request(node: Node, request: web.Request, path: str) -> web.StreamResponse:
+    """Answer a client's request. While its client has been sent nothing, it outlives the rings that break under it,
+    within HELD_TRIES and [api] hold_s: the last one may be asked just before that, and takes its time, or stalls.
+    Raises ApiError."""
+    model, body = await read_request(node.box.config, request)
+    held = Held(until=time.monotonic() + node.box.config.api.hold_s)
+    while True:
+        generation = best_view(node, model.name).generation
+        try:
+            return await ask_ring(node, request, path, model, body)
+        except RingError as error:
+            if error.code == "ring_lost":
+                held = held.broken(generation, time.monotonic())
+            if model.name not in node.formed:  # its first start may take minutes: the client is told at once
+                raise
+            await wait_for_ring(node, model.name, held, error)
+
+
+async def wait_for_ring(node: Node, model: str, held: Held, error: RingError) -> None:
+    """Hold a request until a ring may be asked. Raises the error, or a newer one, when it is not worth waiting."""
+    traffic = node.rings.traffic[model]
+    traffic.held += 1
+    try:
+        while True:
+            view, now = best_view(node, model), time.monotonic()
+            if node.stop.is_set() or held.gives_up(view.phase, now):
+                raise error if held.breaks >= HELD_TRIES or view.phase == Phase.SERVING else not_ready(node, model)
+            await asyncio.sleep(HOLD_POLL_S)  # also before the first: what is said of the ring may be some seconds old
+            if held.may_ask(view.phase, view.generation, now):
+                return
+    finally:
+        traffic.held -= 1
+
+
+async def ask_ring(
+    node: Node, request: web.Request, path: str, model: ModelConfig, body: dict[str, Any], passed_on: bool = False
+) -> web.StreamResponse:
+    """Answer a request here if this node leads the model, else through the mesh, once. Raises ApiError; RingError
+    when the request may be asked again."""
+    if node.rings.rings[model.name].phase == Phase.SERVING:
+        return await answer_model(node, request, path, model, body)
+    leader = "" if passed_on else node.leader_of(model.name)
+    if not leader:
+        raise not_ready(node, model.name)
+    try:
+        url = node.peers.url(node.peers.target(leader), f"/peer/api{path}")
+        async with node.peers.session.post(url, json={**body, "model": model.name}) as reply:
+            headers = {key: reply.headers[key] for key in ("Content-Type", "Retry-After") if key in reply.headers}
+            if reply.content_type == "text/event-stream":
+                response = web.StreamResponse(status=reply.status, headers=headers)
+                return await pass_on(request, response, reply.content.iter_any(), model.name)
+            whole = await reply.read()
+    except MeshError as error:
+        raise RingError(503, f"the leader {leader} cannot be reached: {error}", "model_not_ready") from None
+    except (aiohttp.ClientError, OSError) as error:
+        unsent = isinstance(error, aiohttp.ClientConnectorError) or isinstance(error.__cause__, MeshError)
+        code = "model_not_ready" if unsent else "ring_lost"
+        raise RingError(503, f"the leader {leader} was lost: {error}", code) from None
+    if reply.status == 503:
+        raise retold(whole)
+    return web.Response(status=reply.status, headers=headers, body=whole)
+
+
+def retold(body: bytes) -> ApiError:
+    """The 503 that another node's endpoint has answered; a RingError where it was one there."""
+    error: Any = {}
+    with contextlib.suppress(ValueError, KeyError, TypeError):
+        error = dict(json.loads(body)["error"])
+    kind = RingError if error.get("code") in ("model_not_ready", "ring_lost") else ApiError
+    return kind(503, str(error.get("message")), error.get("code"))
+
+
+def not_ready(node: Node, model: str) -> RingError:
+    """503 while a model does not answer: the phase, and why."""
+    view = best_view(node, model)
+    return RingError(503, f"{model} is {view.phase}" + (f": {text}" if (text := why(view)) else ""), "model_not_ready")
+
+
+async def pass_on(
+    request: web.Request, response: web.StreamResponse, chunks: AsyncIterator[bytes], model: str
+) -> web.StreamResponse:
+    """Send events as they come. A source that breaks before the first is an exception: nothing has been sent."""
+    first = await anext(chunks, b"")
+    with contextlib.suppress(ConnectionError):  # the client has gone
+        await response.prepare(request)
+        await response.write(first)
+        async for chunk in ending_in_words(chunks, model):
+            await response.write(chunk)
+        await response.write_eof()
+    return response
+
+
+async def ending_in_words(chunks: AsyncIterator[bytes], model: str) -> AsyncIterator[bytes]:
+    """The same; where their source breaks an error event is the last one: a stream never just stops."""
+    try:
+        async for chunk in chunks:
+            yield chunk
+    except (aiohttp.ClientError, EngineError) as error:
+        text = f"the answer of {model} broke off: {breakage(error)}"
+        body = {"error": {"message": text, "type": "server_error", "param": None, "code": "ring_lost"}}
+        yield b"data: " + json.dumps(body).encode() + b"\n\ndata: [DONE]\n\n"
+
+
+def breakage(error: BaseException) -> str:
+    """Why an answer ended early, for its reader."""
+    return str(error) if isinstance(error, ShardboxError) else "the connection to its engine was lost"
+
+
+async def answer_model(
+    node: Node, request: web.Request, path: str, model: ModelConfig, body: dict[str, Any]
+) -> web.StreamResponse:
+    """Ask the engine on this node. It always streams to us, so that an answer nobody waits for can be dropped.
+    Raises ApiError, RingError when the engine was lost before its client was sent anything."""
+    run, traffic = node.host.runs.get(model.name), node.rings.traffic[model.name]
+    if run is None or run.session is None or run.session.closed:
+        raise not_ready(node, model.name)
+    traffic.in_flight += 1
+    try:
+        if run.started_as.embeddings:  # they have no stream: passed through as they are
+            async with run.session.post("http://engine/v1/embeddings", json=body) as reply:
+                return web.Response(body=await reply.read(), status=reply.status, content_type="application/json")
+        target = "/completion" if path == "/v1/completions" else path
+        async with run.session.post(f"http://engine{target}", json=engine_request(path, model, body)) as reply:
+            events = engine_events(reply)
+            first = await anext(events, None)
+            if first is None:
+                raise EngineError("the engine sent nothing")
+            if "error" in first:
+                raise engine_refusal(reply.status, first)
+            answer = Answer(path == "/v1/chat/completions", run.plan, run.started_as.slots, traffic)
+            if body.get("stream"):
+                headers = {"Content-Type": "text/event-stream", "Cache-Control": "no-cache"}
+                response = web.StreamResponse(headers=headers)
+                return await pass_on(request, response, answer.stream(first, events), model.name)
+            return web.json_response(await answer.whole(first, events))
+    except (aiohttp.ClientError, EngineError) as error:
+        node.rings.doubt(model.name, f"an answer broke off: {breakage(error)}")
+        text = f"the ring of {model.name} broke while it answered: {breakage(error)}"
+        raise RingError(503, text, "ring_lost") from None
+    finally:
+        traffic.in_flight -= 1
+        traffic.answered_at = time.monotonic()
+
+
+def engine_request(path: str, model: ModelConfig, body: dict[str, Any]) -> dict[str, Any]:
+    """The request as Prima's server takes it. Raises ApiError for what it would ignore or get wrong."""
+    asked = {**body, "stream": True, "stream_options": {"include_usage": True}, "model": model.name}
+    need(body.get("n", 1) == 1 and body.get("best_of", 1) in (0, 1), "one choice a request: n and best_of must be 1")
+    need(isinstance(body.get("stream", False), bool | None), "stream must be true or false")
+    limits = [model.max_output] if model.max_output else []
+    for key in ("max_completion_tokens", "max_tokens", "n_predict"):
+        limit = asked.pop(key, None)
+        need(limit is None or type(limit) is int, f"{key} must be a whole number")
+        limits += [limit] if limit is not None and limit >= 0 else []
+    if limits:
+        asked["n_predict"] = min(limits)
+    if path == "/v1/completions":
+        return text_request(asked)
+    talk = body.get("messages") or None
+    whole = isinstance(talk, list) and all(
+        isinstance(item, dict) and isinstance(item.get("role"), str) for item in talk
+    )
+    need(whole, "messages must be a list of objects, each with a role")
+    return asked
+
+
+def text_request(asked: dict[str, Any]) -> dict[str, Any]:
+    """A text completion as Prima's `/completion` takes it. Raises ApiError."""
+    prompt, stop = asked.get("prompt"), asked.get("stop")
+    if isinstance(prompt, list) and len(prompt) == 1 and isinstance(prompt[0], str):
+        prompt = prompt[0]
+    tokens = isinstance(prompt, list) and bool(prompt) and all(isinstance(token, int) for token in prompt)
+    need(isinstance(prompt, str) or tokens, "prompt must be one string, or one list of tokens")
+    need(not asked.get("echo") and not asked.get("suffix"), "echo and suffix are not supported")
+    return {**asked, "prompt": prompt, **({"stop": [stop]} if isinstance(stop, str) else {})}
+
+
+async def engine_events(reply: aiohttp.ClientResponse) -> AsyncIterator[dict[str, Any]]:
+    """The engine's server-sent events as JSON objects; an error, in whatever form, as {"error": {...}}.
+    Ends after the engine's [DONE] or its end of body."""
+    if reply.content_type != "text/event-stream":
+        data = json.loads(await reply.read() or b"{}")
+        yield data if "error" in data else {"error": {"message": str(data)[:500], "code": reply.status}}
+        return
+    buffer = b""
+    async for chunk in reply.content.iter_any():
+        buffer += chunk
+        *events, buffer = buffer.split(b"\n\n")
+        for event in events:
+            field, _, value = event.partition(b":")
+            if field.strip() in (b"data", b"error") and value.strip() != b"[DONE]":
+                data = json.loads(value)
+                whole = "choices" in data or "content" in data or "error" in data
+                yield data if whole else {"error": data}  # Prima sends its errors bare
+
+
+def engine_refusal(status: int, event: dict[str, Any]) -> ApiError:
+    """The engine's error, before any token, as OpenAI's."""
+    error = event["error"]
+    error = error if isinstance(error, dict) else {"message": error}
+    text, code = str(error.get("message")), error.get("code")
+    if "exceeds the available context size" in text or "context shift is disabled" in text:
+        return ApiError(400, "the prompt is longer than the model's context", "context_length_exceeded")
+    code = code if isinstance(code, int) else status
+    return ApiError(code if 400 <= code < 600 else 500, text)
+
+
+class Answer:
+    """One answer on its way from the engine's events to OpenAI's, whole or streamed; measures its speed."""
+
+    def __init__(self, chat: bool, plan: ModelPlan, slots: int, traffic: Traffic) -> None:
+        self._chat, self._context, self._traffic = chat, plan.context // slots, traffic
+        name = f"{'chatcmpl' if chat else 'cmpl'}-{secrets.token_hex(12)}"
+        self._head = {"id": name, "created": int(time.time()), "model": plan.model}
+        self._first_at = 0.0
+        self._tokens = 0
+
+    def _note(self) -> None:
+        now = time.monotonic()
+        self._first_at = self._first_at or now
+        self._tokens += 1
+        self._traffic.answered_at = now
+        if self._tokens > 4 and now > self._first_at:
+            self._traffic.tokens_per_s = (self._tokens - 1) / (now - self._first_at)
+
+    async def _openai(
+        self, first: dict[str, Any], events: AsyncIterator[dict[str, Any]]
+    ) -> AsyncIterator[dict[str, Any]]:
+        """Every event in OpenAI's shape. Raises EngineError when the engine breaks off."""
+        finished, event = False, first
+        while True:
+            self._note()
+            full = "error" in event
+            event = self._end_of_context(event["error"]) if full else event
+            event = {**(event if self._chat else self._text_event(event)), **self._head}
+            finished = finished or any(choice.get("finish_reason") for choice in event.get("choices", []))
+            yield event
+            following = None if full else await anext(events, None)
+            if following is None:
+                break
+            event = following
+        if not finished:
+            raise EngineError("the engine's stream ended early")
+
+    def _end_of_context(self, error: dict[str, Any]) -> dict[str, Any]:
+        """The last event of an answer that filled its context, which Prima, told not to shift it, ends with an error.
+        Raises EngineError for any other error."""
+        if "context shift is disabled" not in str(error.get("message")):
+            raise EngineError(str(error.get("message", error)))
+        output = self._tokens - 1
+        prompt = max(0, self._context - output)
+        if not self._chat:
+            return {"stop": True, "stopped_limit": True, "tokens_evaluated": prompt, "tokens_predicted": output}
+        choice = {"index": 0, "delta": {}, "finish_reason": "length"}
+        return {"object": "chat.completion.chunk", "choices": [choice], "usage": token_usage(prompt, output)}
+
+    def _text_event(self, event: dict[str, Any]) -> dict[str, Any]:
+        """Prima's own completion event (bdf9d8e7, examples/server) as OpenAI's text_completion."""
+        choice = {"index": 0, "text": event.get("content", ""), "finish_reason": None, "logprobs": None}
+        result: dict[str, Any] = {"object": "text_completion", "choices": [choice]}
+        if event.get("stop"):
+            choice["finish_reason"] = "length" if event.get("stopped_limit") else "stop"
+            prompt, output = int(event.get("tokens_evaluated", 0)), int(event.get("tokens_predicted", 0))
+            result["usage"] = token_usage(prompt, output)
+        return result
+
+    async def stream(self, first: dict[str, Any], events: AsyncIterator[dict[str, Any]]) -> AsyncIterator[bytes]:
+        """Server-sent events, each as soon as it is there."""
+        async for event in self._openai(first, events):
+            yield b"data: " + json.dumps(event, ensure_ascii=False).encode() + b"\n\n"
+        yield b"data: [DONE]\n\n"
+
+    async def whole(self, first: dict[str, Any], events: AsyncIterator[dict[str, Any]]) -> dict[str, Any]:
+        """One object, as if it had not been streamed."""
+        text, reason, more = [], None, {"usage": None}
+        async for event in self._openai(first, events):
+            more |= {key: event[key] for key in ("usage", "timings") if event.get(key)}
+            for choice in event.get("choices", []):
+                text.append((choice.get("delta", {}).get("content") if self._chat else choice.get("text")) or "")
+                reason = choice.get("finish_reason") or reason
+        content = "".join(text)
+        choice = {"index": 0, "finish_reason": reason, "logprobs": None}
+        choice |= {"message": {"role": "assistant", "content": content}} if self._chat else {"text": content}
+        kind = "chat.completion" if self._chat else "text_completion"
+        return {**self._head, "object": kind, "choices": [choice], **more}
+
+
+def token_usage(prompt: int, output: int) -> dict[str, int]:
+    """How many tokens an answer took, as OpenAI counts them."""
+    return {"prompt_tokens": prompt, "completion_tokens": output, "total_tokens": prompt + output}
 
 
 async def open_endpoint(node: Node, gate: Endpoint, runner: web.AppRunner) -> Callable[[], Awaitable[None]]:
@@ -8183,6 +8663,16 @@ async def open_endpoint(node: Node, gate: Endpoint, runner: web.AppRunner) -> Ca
         listening.close()
 
     return close
+
+
+# ======================================================================================================
+# 20. Control: what the owner, other nodes, and any local user may ask
+# ======================================================================================================
+
+MAX_MESSAGE_BYTES = 8 * MIB  # of an owner's request
+VERIFY_TIMEOUT_S = 6 * 3600.0  # for reading a whole model again
+Handler: TypeAlias = "Callable[[web.Request], Awaitable[web.StreamResponse]]"
+Asked: TypeAlias = "Callable[[web.Request], Awaitable[Any]]"  # a handler of control: its result goes out as JSON
 
 
 def service_app(
@@ -8517,480 +9007,32 @@ async def start_status_service(node: Node) -> Callable[[], Awaitable[None]]:
     return close
 
 
-# --- the OpenAI endpoint ----------------------------------------------------------------------------------
-
-
-class ApiError(Exception):
-    """An error for an OpenAI client. Whose fault it is follows from the status; a 503 says when to ask again."""
-
-    def __init__(self, status: int, text: str, code: str | None = None) -> None:
-        super().__init__(text)
-        self.status, self.text, self.code = status, text, code
-
-    def response(self) -> web.Response:
-        """The error in OpenAI's shape."""
-        kind = "invalid_request_error" if self.status < 500 or self.status == 501 else "server_error"
-        body = {"error": {"message": self.text, "type": kind, "param": None, "code": self.code}}
-        retry = {"Retry-After": "5"} if self.status in (429, 503) else None
-        return web.json_response(body, status=self.status, headers=retry)
-
-
-class RingError(ApiError):
-    """No ring answers now, or one broke before the client was sent anything: the request may be asked again."""
-
-
-def need(condition: bool, text: str) -> None:
-    """Raises ApiError (400) with the text where the condition does not hold."""
-    if not condition:
-        raise ApiError(400, text)
-
-
-class Endpoint:
-    """The OpenAI endpoint of this node: requests go to whichever node leads the model."""
-
-    def __init__(self, node: Node) -> None:
-        self._node = node
-        self._keys: list[bytes] = []
-        self.follow(node.box.config)
-        node.followers.append(self.follow)
-        self.silent: dict[int, asyncio.TimerHandle] = {}  # connection -> when it is closed if it asks nothing
-
-    def app(self) -> web.Application:
-        """The routes."""
-        guard = web.middleware(functools.partial(self.guard))  # which a bound method does not let itself be marked as
-        app = web.Application(client_max_size=MAX_BODY_BYTES, middlewares=[guard])
-        app.add_routes([web.get("/v1/models", self.models), web.get("/health", self.health)])
-        app.add_routes([web.post(path, self.generate) for path in API_PATHS])
-        return app
-
-    async def guard(self, request: web.Request, handler: Handler) -> web.StreamResponse:
-        """Keys first; then every failure in OpenAI's shape."""
-        if timer := self.silent.pop(id(request.protocol), None):
-            timer.cancel()
-        try:
-            self._check_key(request)
-            return await handler(request)
-        except ApiError as failure:
-            error = failure
-        except web.HTTPNotFound:
-            error = ApiError(404, f"no such path: {request.path}", "not_found")
-        except web.HTTPMethodNotAllowed as wrong:
-            error = ApiError(405, f"{request.path} takes {', '.join(sorted(wrong.allowed_methods))}")
-        except web.HTTPRequestEntityTooLarge:
-            error = ApiError(413, f"the request is larger than {format_size(MAX_BODY_BYTES)}")
-        except (web.HTTPException, asyncio.CancelledError, ConnectionError):
-            raise
-        except Exception:
-            log.exception("bug in %s %s", request.method, request.path)
-            error = ApiError(500, "a bug in shardbox: its log has the traceback")
-        return error.response()
-
-    def follow(self, config: Config) -> None:
-        """Read the keys again. Raises UsageError."""
-        self._keys = read_api_keys(config)
-
-    def _check_key(self, request: web.Request) -> None:
-        if self._keys and request.path != "/health":
-            text = request.headers.get("Authorization", "").removeprefix("Bearer ").strip()
-            given = hashlib.sha256(text.encode(errors="replace")).digest()
-            if not any([hmac.compare_digest(given, key) for key in self._keys]):  # noqa: C419 - all, in constant time
-                raise ApiError(401, "wrong or missing API key", "invalid_api_key")
-
-    async def models(self, request: web.Request) -> web.StreamResponse:
-        """The configured models, in OpenAI's shape, with their phase."""
-        config, data = self._node.box.config, []
-        for model in config.models:
-            entry = {"id": model.name, "object": "model", "created": 0, "owned_by": config.cluster.name}
-            phase = best_view(self._node, model.name).phase
-            data.append({**entry, "aliases": list(model.aliases), "status": phase})
-        return web.json_response({"object": "list", "data": data})
-
-    async def health(self, request: web.Request) -> web.StreamResponse:
-        """200 when every wanted model answers, else 503."""
-        phases = {model.name: best_view(self._node, model.name).phase for model in self._node.box.config.models}
-        good = all(phase in (Phase.SERVING, Phase.STOPPED) for phase in phases.values())
-        body = {"status": "ok" if good else "loading", "models": phases}
-        return web.json_response(body, status=200 if good else 503, headers=None if good else {"Retry-After": "5"})
-
-    async def generate(self, request: web.Request) -> web.StreamResponse:
-        """A completion, chat completion or embedding."""
-        node = self._node
-        if node.stop.is_set():
-            raise ApiError(503, f"{node.box.name} is going down: ask another node", "node_going_down")
-        if node.asking >= MAX_REQUESTS:
-            raise ApiError(429, f"{MAX_REQUESTS} requests are being answered here already", "too_many_requests")
-        node.asking += 1
-        try:
-            return await answer_request(node, request, request.path)
-        finally:
-            node.asking -= 1
-
-
-def read_api_keys(config: Config) -> list[bytes]:
-    """SHA-256 digests of the keys in [api] keys_file, which may hold them as "sha256:HEX" already. Raises UsageError
-    where it cannot be read or holds none."""
-    if not config.api.keys_file:
-        return []
-    path = os.path.join(config.folder, config.api.keys_file)
-    try:
-        with open(path, "rb") as file:
-            keys = [line.strip() for line in file.read().splitlines() if line.strip() and not line.startswith(b"#")]
-    except OSError as error:
-        raise UsageError(f"cannot be read: {error.strerror}", where=f"api.keys_file: {path}") from None
-    if not keys:
-        raise UsageError("holds no key", where=f"api.keys_file: {path}", hint="one key a line")
-    hashed = re.compile(rb"sha256:([0-9a-fA-F]{64})")
-    return [
-        bytes.fromhex(m[1].decode()) if (m := hashed.fullmatch(key)) else hashlib.sha256(key).digest() for key in keys
+async def start_services(node: Node) -> list[Callable[[], Awaitable[None]]]:
+    """Open the peers' service, the owner's control socket, the endpoint and the status socket; returns what
+    closes each of them. Raises ShardboxError where a port or path cannot be had."""
+    gate = Endpoint(node)
+    runners = [
+        web.AppRunner(app, access_log=None, handler_cancellation=True, shutdown_timeout=1.0)
+        for app in (PeerService(node).app(), OwnerService(node).app(), gate.app())
     ]
-
-
-def api_tls(config: Config) -> ssl.SSLContext | None:
-    """TLS for the endpoint, where [api] names a certificate. Raises UsageError where it cannot be used."""
-    import ssl
-
-    if not config.api.tls_cert:
-        return None
-    context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
-    cert, key = (os.path.join(config.folder, path) for path in (config.api.tls_cert, config.api.tls_key))
-    try:
-        context.load_cert_chain(cert, key)
-    except OSError as error:  # ssl.SSLError is one: not PEM, or not a pair
-        raise UsageError(
-            f"cannot be used: {error.strerror or error}",
-            where=f"api.tls_cert, api.tls_key: {cert}, {key}",
-            hint="a PEM certificate chain and its unencrypted private key",
-        ) from None
-    return context
-
-
-class Door:
-    """The protocol of a connection to the endpoint when too many are open: it is closed at once."""
-
-    def connection_made(self, transport: asyncio.Transport) -> None:
-        """Hang up."""
-        transport.abort()
-
-    def connection_lost(self, error: BaseException | None) -> None:
-        """Nothing is kept of it."""
-
-
-async def read_request(config: Config, request: web.Request) -> tuple[ModelConfig, dict[str, Any]]:
-    """The model and JSON object of a client's request. Raises ApiError."""
-    try:
-        async with asyncio.timeout(BODY_TIMEOUT_S):
-            body = json.loads(await request.read())
-    except TimeoutError:
-        raise ApiError(408, f"the request did not arrive within {BODY_TIMEOUT_S:.0f} s") from None
-    except (ValueError, RecursionError, web.RequestPayloadError):
-        body = None
-    if not isinstance(body, dict):
-        raise ApiError(400, "the request is not a JSON object")
-    name, only = body.get("model"), config.models[0] if len(config.models) == 1 else None
-    model = config.model(name) if isinstance(name, str) else only if name is None else None
-    if model is None:
-        names = ", ".join(other.name for other in config.models) or "none"
-        text = f"the model {repr(name)[:100]} does not exist; there are: {names}"
-        raise ApiError(404, text, "model_not_found")
-    if request.path.endswith("/embeddings") != model.embeddings:
-        wish = "completions: set embeddings = true for a model that embeds"
-        raise ApiError(501, f"{model.name} serves {'embeddings only' if model.embeddings else wish}", "not_implemented")
-    return model, body
-
-
-async def answer_request(node: Node, request: web.Request, path: str) -> web.StreamResponse:
-    """Answer a client's request. While its client has been sent nothing, it outlives the rings that break under it,
-    within [api] hold_s and HELD_TRIES. Raises ApiError."""
-    model, body = await read_request(node.box.config, request)
-    held = Held(until=time.monotonic() + node.box.config.api.hold_s)
-    while True:
-        generation = best_view(node, model.name).generation
+    for runner in runners:
+        await runner.setup()
+    peers, owner, endpoint = runners
+    node.control = peers.server
+    with short_socket_path(control_path(node.box.folder)) as path:
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(path)
+        mask = os.umask(0o177)
         try:
-            return await ask_ring(node, request, path, model, body)
-        except RingError as error:
-            if error.code == "ring_lost":
-                held = held.broken(generation, time.monotonic())
-            if model.name not in node.formed:  # its first start may take minutes: the client is told at once
-                raise
-            await wait_for_ring(node, model.name, held, error)
-
-
-async def wait_for_ring(node: Node, model: str, held: Held, error: RingError) -> None:
-    """Hold a request until a ring may be asked. Raises the error, or a newer one, when it is not worth waiting."""
-    traffic = node.rings.traffic[model]
-    traffic.held += 1
-    try:
-        while True:
-            view, now = best_view(node, model), time.monotonic()
-            if node.stop.is_set() or held.gives_up(view.phase, now):
-                raise error if held.breaks >= HELD_TRIES or view.phase == Phase.SERVING else not_ready(node, model)
-            await asyncio.sleep(HOLD_POLL_S)  # also before the first: what is said of the ring may be some seconds old
-            if held.may_ask(view.phase, view.generation, now):
-                return
-    finally:
-        traffic.held -= 1
-
-
-async def ask_ring(
-    node: Node, request: web.Request, path: str, model: ModelConfig, body: dict[str, Any], passed_on: bool = False
-) -> web.StreamResponse:
-    """Answer a request here if this node leads the model, else through the mesh, once. Raises ApiError; RingError
-    when the request may be asked again."""
-    if node.rings.rings[model.name].phase == Phase.SERVING:
-        return await answer_model(node, request, path, model, body)
-    leader = "" if passed_on else node.leader_of(model.name)
-    if not leader:
-        raise not_ready(node, model.name)
-    try:
-        url = node.peers.url(node.peers.target(leader), f"/peer/api{path}")
-        async with node.peers.session.post(url, json={**body, "model": model.name}) as reply:
-            headers = {key: reply.headers[key] for key in ("Content-Type", "Retry-After") if key in reply.headers}
-            if reply.content_type == "text/event-stream":
-                response = web.StreamResponse(status=reply.status, headers=headers)
-                return await pass_on(request, response, reply.content.iter_any(), model.name)
-            whole = await reply.read()
-    except MeshError as error:
-        raise RingError(503, f"the leader {leader} cannot be reached: {error}", "model_not_ready") from None
-    except (aiohttp.ClientError, OSError) as error:
-        unsent = isinstance(error, aiohttp.ClientConnectorError) or isinstance(error.__cause__, MeshError)
-        code = "model_not_ready" if unsent else "ring_lost"
-        raise RingError(503, f"the leader {leader} was lost: {error}", code) from None
-    if reply.status == 503:
-        raise retold(whole)
-    return web.Response(status=reply.status, headers=headers, body=whole)
-
-
-def retold(body: bytes) -> ApiError:
-    """The 503 that another node's endpoint has answered; a RingError where it was one there."""
-    error: Any = {}
-    with contextlib.suppress(ValueError, KeyError, TypeError):
-        error = dict(json.loads(body)["error"])
-    kind = RingError if error.get("code") in ("model_not_ready", "ring_lost") else ApiError
-    return kind(503, str(error.get("message")), error.get("code"))
-
-
-def not_ready(node: Node, model: str) -> RingError:
-    """503 while a model does not answer: the phase, and why."""
-    view = best_view(node, model)
-    return RingError(503, f"{model} is {view.phase}" + (f": {text}" if (text := why(view)) else ""), "model_not_ready")
-
-
-async def pass_on(
-    request: web.Request, response: web.StreamResponse, chunks: AsyncIterator[bytes], model: str
-) -> web.StreamResponse:
-    """Send events as they come. A source that breaks before the first is an exception: nothing has been sent."""
-    first = await anext(chunks, b"")
-    with contextlib.suppress(ConnectionError):  # the client has gone
-        await response.prepare(request)
-        await response.write(first)
-        async for chunk in ending_in_words(chunks, model):
-            await response.write(chunk)
-        await response.write_eof()
-    return response
-
-
-async def ending_in_words(chunks: AsyncIterator[bytes], model: str) -> AsyncIterator[bytes]:
-    """The same; where their source breaks an error event is the last one: a stream never just stops."""
-    try:
-        async for chunk in chunks:
-            yield chunk
-    except (aiohttp.ClientError, EngineError) as error:
-        text = f"the answer of {model} broke off: {breakage(error)}"
-        body = {"error": {"message": text, "type": "server_error", "param": None, "code": "ring_lost"}}
-        yield b"data: " + json.dumps(body).encode() + b"\n\ndata: [DONE]\n\n"
-
-
-def breakage(error: BaseException) -> str:
-    """Why an answer ended early, for its reader."""
-    return str(error) if isinstance(error, ShardboxError) else "the connection to its engine was lost"
-
-
-async def answer_model(
-    node: Node, request: web.Request, path: str, model: ModelConfig, body: dict[str, Any]
-) -> web.StreamResponse:
-    """Ask the engine on this node. It always streams to us, so that an answer nobody waits for can be dropped.
-    Raises ApiError, RingError when the engine was lost before its client was sent anything."""
-    run, traffic = node.host.runs.get(model.name), node.rings.traffic[model.name]
-    if run is None or run.session is None:
-        raise not_ready(node, model.name)
-    traffic.in_flight += 1
-    try:
-        if run.started_as.embeddings:  # they have no stream: passed through as they are
-            async with run.session.post("http://engine/v1/embeddings", json=body) as reply:
-                return web.Response(body=await reply.read(), status=reply.status, content_type="application/json")
-        target = "/completion" if path == "/v1/completions" else path
-        async with run.session.post(f"http://engine{target}", json=engine_request(path, model, body)) as reply:
-            events = engine_events(reply)
-            first = await anext(events, None)
-            if first is None:
-                raise EngineError("the engine sent nothing")
-            if "error" in first:
-                raise engine_refusal(reply.status, first)
-            answer = Answer(path == "/v1/chat/completions", run.plan, run.started_as.slots, traffic)
-            if body.get("stream"):
-                headers = {"Content-Type": "text/event-stream", "Cache-Control": "no-cache"}
-                response = web.StreamResponse(headers=headers)
-                return await pass_on(request, response, answer.stream(first, events), model.name)
-            return web.json_response(await answer.whole(first, events))
-    except (aiohttp.ClientError, EngineError) as error:
-        node.rings.doubt(model.name, f"an answer broke off: {breakage(error)}")
-        text = f"the ring of {model.name} broke while it answered: {breakage(error)}"
-        raise RingError(503, text, "ring_lost") from None
-    finally:
-        traffic.in_flight -= 1
-        traffic.answered_at = time.monotonic()
-
-
-def engine_request(path: str, model: ModelConfig, body: dict[str, Any]) -> dict[str, Any]:
-    """The request as Prima's server takes it. Raises ApiError for what it would ignore or get wrong."""
-    asked = {**body, "stream": True, "stream_options": {"include_usage": True}, "model": model.name}
-    need(body.get("n", 1) == 1 and body.get("best_of", 1) in (0, 1), "one choice a request: n and best_of must be 1")
-    need(isinstance(body.get("stream", False), bool | None), "stream must be true or false")
-    limits = [model.max_output] if model.max_output else []
-    for key in ("max_completion_tokens", "max_tokens", "n_predict"):
-        limit = asked.pop(key, None)
-        need(limit is None or type(limit) is int, f"{key} must be a whole number")
-        limits += [limit] if limit is not None and limit >= 0 else []
-    if limits:
-        asked["n_predict"] = min(limits)
-    if path == "/v1/completions":
-        return text_request(asked)
-    talk = body.get("messages") or None
-    whole = isinstance(talk, list) and all(
-        isinstance(item, dict) and isinstance(item.get("role"), str) for item in talk
-    )
-    need(whole, "messages must be a list of objects, each with a role")
-    return asked
-
-
-def text_request(asked: dict[str, Any]) -> dict[str, Any]:
-    """A text completion as Prima's `/completion` takes it. Raises ApiError."""
-    prompt, stop = asked.get("prompt"), asked.get("stop")
-    if isinstance(prompt, list) and len(prompt) == 1 and isinstance(prompt[0], str):
-        prompt = prompt[0]
-    tokens = isinstance(prompt, list) and bool(prompt) and all(isinstance(token, int) for token in prompt)
-    need(isinstance(prompt, str) or tokens, "prompt must be one string, or one list of tokens")
-    need(not asked.get("echo") and not asked.get("suffix"), "echo and suffix are not supported")
-    return {**asked, "prompt": prompt, **({"stop": [stop]} if isinstance(stop, str) else {})}
-
-
-async def engine_events(reply: aiohttp.ClientResponse) -> AsyncIterator[dict[str, Any]]:
-    """The engine's server-sent events as JSON objects; an error, in whatever form, as {"error": {...}}.
-    Ends after the engine's [DONE] or its end of body."""
-    if reply.content_type != "text/event-stream":
-        data = json.loads(await reply.read() or b"{}")
-        yield data if "error" in data else {"error": {"message": str(data)[:500], "code": reply.status}}
-        return
-    buffer = b""
-    async for chunk in reply.content.iter_any():
-        buffer += chunk
-        *events, buffer = buffer.split(b"\n\n")
-        for event in events:
-            field, _, value = event.partition(b":")
-            if field.strip() in (b"data", b"error") and value.strip() != b"[DONE]":
-                data = json.loads(value)
-                whole = "choices" in data or "content" in data or "error" in data
-                yield data if whole else {"error": data}  # Prima sends its errors bare
-
-
-def engine_refusal(status: int, event: dict[str, Any]) -> ApiError:
-    """The engine's error, before any token, as OpenAI's."""
-    error = event["error"]
-    error = error if isinstance(error, dict) else {"message": error}
-    text, code = str(error.get("message")), error.get("code")
-    if "exceeds the available context size" in text or "context shift is disabled" in text:
-        return ApiError(400, "the prompt is longer than the model's context", "context_length_exceeded")
-    code = code if isinstance(code, int) else status
-    return ApiError(code if 400 <= code < 600 else 500, text)
-
-
-class Answer:
-    """One answer on its way from the engine's events to OpenAI's, whole or streamed; measures its speed."""
-
-    def __init__(self, chat: bool, plan: ModelPlan, slots: int, traffic: Traffic) -> None:
-        self._chat, self._context, self._traffic = chat, plan.context // slots, traffic
-        name = f"{'chatcmpl' if chat else 'cmpl'}-{secrets.token_hex(12)}"
-        self._head = {"id": name, "created": int(time.time()), "model": plan.model}
-        self._first_at = 0.0
-        self._tokens = 0
-
-    def _note(self) -> None:
-        now = time.monotonic()
-        self._first_at = self._first_at or now
-        self._tokens += 1
-        self._traffic.answered_at = now
-        if self._tokens > 4 and now > self._first_at:
-            self._traffic.tokens_per_s = (self._tokens - 1) / (now - self._first_at)
-
-    async def _openai(
-        self, first: dict[str, Any], events: AsyncIterator[dict[str, Any]]
-    ) -> AsyncIterator[dict[str, Any]]:
-        """Every event in OpenAI's shape. Raises EngineError when the engine breaks off."""
-        finished, event = False, first
-        while True:
-            self._note()
-            full = "error" in event
-            event = self._end_of_context(event["error"]) if full else event
-            event = {**(event if self._chat else self._text_event(event)), **self._head}
-            finished = finished or any(choice.get("finish_reason") for choice in event.get("choices", []))
-            yield event
-            following = None if full else await anext(events, None)
-            if following is None:
-                break
-            event = following
-        if not finished:
-            raise EngineError("the engine's stream ended early")
-
-    def _end_of_context(self, error: dict[str, Any]) -> dict[str, Any]:
-        """The last event of an answer that filled its context, which Prima, told not to shift it, ends with an error.
-        Raises EngineError for any other error."""
-        if "context shift is disabled" not in str(error.get("message")):
-            raise EngineError(str(error.get("message", error)))
-        output = self._tokens - 1
-        prompt = max(0, self._context - output)
-        if not self._chat:
-            return {"stop": True, "stopped_limit": True, "tokens_evaluated": prompt, "tokens_predicted": output}
-        choice = {"index": 0, "delta": {}, "finish_reason": "length"}
-        return {"object": "chat.completion.chunk", "choices": [choice], "usage": token_usage(prompt, output)}
-
-    def _text_event(self, event: dict[str, Any]) -> dict[str, Any]:
-        """Prima's own completion event (bdf9d8e7, examples/server) as OpenAI's text_completion."""
-        choice = {"index": 0, "text": event.get("content", ""), "finish_reason": None, "logprobs": None}
-        result: dict[str, Any] = {"object": "text_completion", "choices": [choice]}
-        if event.get("stop"):
-            choice["finish_reason"] = "length" if event.get("stopped_limit") else "stop"
-            prompt, output = int(event.get("tokens_evaluated", 0)), int(event.get("tokens_predicted", 0))
-            result["usage"] = token_usage(prompt, output)
-        return result
-
-    async def stream(self, first: dict[str, Any], events: AsyncIterator[dict[str, Any]]) -> AsyncIterator[bytes]:
-        """Server-sent events, each as soon as it is there."""
-        async for event in self._openai(first, events):
-            yield b"data: " + json.dumps(event, ensure_ascii=False).encode() + b"\n\n"
-        yield b"data: [DONE]\n\n"
-
-    async def whole(self, first: dict[str, Any], events: AsyncIterator[dict[str, Any]]) -> dict[str, Any]:
-        """One object, as if it had not been streamed."""
-        text, reason, more = [], None, {"usage": None}
-        async for event in self._openai(first, events):
-            more |= {key: event[key] for key in ("usage", "timings") if event.get(key)}
-            for choice in event.get("choices", []):
-                text.append((choice.get("delta", {}).get("content") if self._chat else choice.get("text")) or "")
-                reason = choice.get("finish_reason") or reason
-        content = "".join(text)
-        choice = {"index": 0, "finish_reason": reason, "logprobs": None}
-        choice |= {"message": {"role": "assistant", "content": content}} if self._chat else {"text": content}
-        kind = "chat.completion" if self._chat else "text_completion"
-        return {**self._head, "object": kind, "choices": [choice], **more}
-
-
-def token_usage(prompt: int, output: int) -> dict[str, int]:
-    """How many tokens an answer took, as OpenAI counts them."""
-    return {"prompt_tokens": prompt, "completion_tokens": output, "total_tokens": prompt + output}
+            await web.UnixSite(owner, path).start()
+        finally:
+            os.umask(mask)
+    closing = await open_endpoint(node, gate, endpoint)
+    return [closing, *(runner.cleanup for runner in runners), await start_status_service(node)]
 
 
 # ======================================================================================================
-# 15. Status: Snapshot -> exit code, one line for a pager, and a table. Pure.
+# 21. Status: Snapshot -> exit code, one line for a pager, and a table. Pure.
 # ======================================================================================================
 
 OK, WARNING, CRITICAL, UNKNOWN = 0, 1, 2, 3
@@ -9228,7 +9270,7 @@ def losses_text(
 
 
 # ======================================================================================================
-# 16. Command line
+# 22. Command line: each command returns its exit code; only main() ends the program
 # ======================================================================================================
 
 CONFIG_NAME = "shardbox.toml"

@@ -122,6 +122,15 @@ def end_by(trial: Trial, host: Host, *signals: int) -> None:
     trial.gone(host)
 
 
+def stop_and_start(trial: Trial) -> None:
+    """The operator stops the model while it answers, and starts it again."""
+    done = trial.worker.run("stop", "tiny")
+    assert done.returncode == 0, done.stderr
+    for host in trial.cluster.hosts:
+        host.wait_status(lambda found: model(found).phase == "stopped", "the model is stopped")
+    trial.cluster.start()
+
+
 def hang_up(trial: Trial) -> None:
     """SIGHUP with a TOML that did not change."""
     process = trial.worker.up_process
@@ -441,6 +450,7 @@ FAULTS = (
     Fault(name="second up", act=second_up),
     Fault(name="another box with its name", act=twin),
     Fault(name="down while it forms", says="beta", starting=True, act=down_while_it_forms, mend=up_again),
+    Fault(name="stop and start", says="stopped by the operator", quick=True, act=stop_and_start),
     Fault(name="SIGTERM", says="beta", act=on("worker", end_by, TERM), mend=up_again),
     Fault(name="SIGINT twice", says="beta", act=on("worker", end_by, INT, INT), mend=up_again),
     Fault(name="SIGHUP", act=hang_up),

@@ -25,7 +25,7 @@ from shardbox import Snapshot, status_line
 MODEL = "tiny.gguf"
 TOKENS = 12
 STALL_MIN_S, STALL_MAX_S, HOLD_S = 5.0, 8.0, 30.0
-BOUND_S = HOLD_S + 15.0  # a request without an end for so long hangs
+BOUND_S = HOLD_S + STALL_MAX_S + 7.0  # a request without an end for so long hangs: README, and a look at silent ranks
 PATIENCE_S = 60.0
 SEEN_S = STALL_MAX_S + 12.0  # until status has to show a fault
 WATCH_S = 0.05
