@@ -6273,6 +6273,7 @@ POLL_S = 2.0  # between two questions to a peer
 LINK_AGE_S = 1800.0  # until the way to a node is measured again
 LINKS_WAIT_S = 4.0  # after a node came, until a ring of three or more forms without its ways measured
 CALL_TIMEOUT_S = 5.0  # bounds one question to a peer
+ATTEMPT_S = 1.0  # without an answer at one address of a peer, until the next one is asked too
 LOST_S = 7.0  # a peer silent for longer is lost: three questions unanswered
 SETTLE_S = 3.0  # without [[nodes]]: how long nobody new must have come before a ring forms (mDNS takes 1.2 s)
 RING_STOP_S = 6.0  # after the leader's SIGTERM a whole ring is gone in about 3 s (measured)
@@ -6302,6 +6303,28 @@ async def gather_all(actions: Iterable[Awaitable[None]]) -> None:
     for result in await asyncio.gather(*actions, return_exceptions=True):
         if isinstance(result, BaseException):
             raise result
+
+
+async def first_success(attempts: Iterable[Callable[[], Coroutine[Any, Any, None]]], delay_s: float) -> None:
+    """Begin each as soon as one before has failed, or all have been silent for `delay_s` (as RFC 8305 does), until one
+    succeeds; the others are cancelled. Raises the first one's ShardboxError when all fail."""
+    left, tasks, running = list(attempts), list[asyncio.Task[None]](), set[asyncio.Task[None]]()
+    try:
+        while left or running:
+            if left:
+                tasks.append(asyncio.get_running_loop().create_task(left.pop(0)()))
+                running.add(tasks[-1])
+            wait_s = delay_s if left else None
+            done, running = await asyncio.wait(running, timeout=wait_s, return_when=asyncio.FIRST_COMPLETED)
+            good = [task for task in done if not isinstance(task.exception(), ShardboxError)]
+            if good:
+                good[0].result()  # raises a bug
+                return
+    finally:
+        for task in running:
+            task.cancel()
+    if tasks:
+        tasks[0].result()
 
 
 def view_of(kind: type[T], *sources: object, **given: Any) -> T:
@@ -6521,29 +6544,31 @@ class Peers:
                 await asyncio.wait_for(peer.news.wait(), POLL_S)
 
     async def _ask(self, peer: Peer) -> None:
-        """One question, at the address that answered last while it is still heard of, else at each that we know."""
+        """One question, at the address that answered last while it is still heard of, then at each that we know."""
         heard = {(hint.address, hint.port) for hint in self._hints() if hint.node == peer.name}
 
         def rank(hint: Hint) -> tuple[bool, bool, bool]:
             place = (hint.address, hint.port)
             return place not in heard, peer.target != (peer.name, *place), hint.source != "static"
 
-        problem: ShardboxError | None = None
-        for hint in sorted(peer.hints.values(), key=rank):
-            started, uptime_s = time.monotonic(), time.monotonic() - self._box.started
-            hello = {"machine": self._box.facts.machine, "uptime": f"{uptime_s:.3f}", "have": peer.facts_digest}
-            path = f"/peer/state?{urllib.parse.urlencode(hello)}"
-            try:
-                state = await self.call((peer.name, hint.address, hint.port), "GET", path)
-                self._take(peer, hint, from_json(PeerState, state, "state"), started)
-                return
-            except ShardboxError as error:
-                if isinstance(error, MeshError) and error.kind == "twin":
-                    self._box.fail(UsageError(error.what, hint=error.hint))
-                error.what = f"{error.what} ({hint.address}:{hint.port})"
-                problem = problem or error
-        if problem:
-            raise problem
+        hints = sorted(peer.hints.values(), key=rank)
+        await first_success([functools.partial(self._ask_at, peer, hint) for hint in hints], ATTEMPT_S)
+
+    async def _ask_at(self, peer: Peer, hint: Hint) -> None:
+        """One question at one address; one that is in time for finding the peer lost. Raises ShardboxError."""
+        started, uptime_s = time.monotonic(), time.monotonic() - self._box.started
+        hello = {"machine": self._box.facts.machine, "uptime": f"{uptime_s:.3f}", "have": peer.facts_digest}
+        path = f"/peer/state?{urllib.parse.urlencode(hello)}"
+        left_s = LOST_S - self.silent_s(peer.name)
+        timeout_s = left_s if ATTEMPT_S < left_s < CALL_TIMEOUT_S else CALL_TIMEOUT_S
+        try:
+            state = await self.call((peer.name, hint.address, hint.port), "GET", path, timeout_s=timeout_s)
+            self._take(peer, hint, from_json(PeerState, state, "state"), started)
+        except ShardboxError as error:
+            if isinstance(error, MeshError) and error.kind == "twin":
+                self._box.fail(UsageError(error.what, hint=error.hint))
+            error.what = f"{error.what} ({hint.address}:{hint.port})"
+            raise
 
     def _take(self, peer: Peer, hint: Hint, state: PeerState, started: float) -> None:
         now, known = time.monotonic(), peer.facts
