@@ -304,7 +304,7 @@ def delete_folder(trial: Trial) -> None:
 
 def delete_state(trial: Trial) -> None:
     """The whole state folder goes while the node runs."""
-    host = trial.cluster.host("beta")
+    host = trial.worker
     shutil.rmtree(host.folder / "attic")
     kill_engine(trial, host)
     trial.undo.callback(lambda: end_by(trial, host, signal.SIGTERM))  # its control socket is gone
