@@ -12,19 +12,25 @@ Sections, top to bottom; none uses a later one:
      2 units, messages   bytes and durations for people; dataclasses as JSON between nodes
      3 configuration     TOML text -> Config, with every mistake at once
      4 inventory, GGUF   what each node has, and what a model file's header says
-     5 plan              which node holds which layers, and why
+     5 plan              which node holds which layers, why, and how fast
      6 wiring            ports, argv and environment of one rank
      7 lifecycle         one ring as a state machine; leases; what `status` is told; diagnosis of an engine's end
     --- I/O starts here ---
      8 probes            memory, GPUs, binaries, model files, network addresses of this box
-     9 discovery         mDNS adverts: hints, never trusted
-    10 mesh              mutual TLS 1.3 from the cluster secret, then sealed frames; the forwarder's wires
-    11 files             models and engines that a box takes from others, chunk by chunk; the stick
-    12 engine            spawner, closed network namespace, capped logs; the rehearsal engine
-    13 supervisor        peers, this node's ranks, the rings that it leads, the node
-    14 control           the owner's socket, the peers' service, the OpenAI endpoint
-    15 status            Snapshot -> exit code, one line for a pager, tables (pure)
-    16 command line      each command returns its exit code; only main() ends the program
+     9 survey            all of them as this node's facts, kept up to date; its folders, ports and sockets
+    10 discovery         mDNS adverts: hints, never trusted
+    11 mesh              mutual TLS 1.3 from the cluster secret, then sealed frames; the forwarder's wires
+    12 files             models and engines from other boxes, chunk by chunk; the stick
+    13 engine            spawner, closed network namespace, capped logs
+    14 rehearsal         an engine without a model, which speaks as Prima does
+    15 peers             which nodes are there, which of them live, and the ways to them
+    16 ranks             this node's engines, from a lease to the last log line
+    17 rings             those that this node leads
+    18 node              one `shardbox up`, which holds all of this together
+    19 endpoint          the OpenAI API on every node
+    20 control           the owner's socket, the peers' service, the status socket
+    21 status            Snapshot -> exit code, one line for a pager, tables (pure)
+    22 command line      each command returns its exit code; only main() ends the program
 """
 
 from __future__ import annotations
@@ -3061,6 +3067,29 @@ def _no_gpu(root: str, reason: str) -> str:
 # -- hashes --------------------------------------------------------------------------------------------
 
 
+def file_signature(path: str) -> tuple[str, int, int, int]:
+    """Changes when the file does; zeros where there is none."""
+    try:
+        found = os.stat(path)
+    except OSError:
+        return path, 0, 0, 0
+    return path, found.st_size, found.st_mtime_ns, found.st_ino
+
+
+def part_paths(path: str) -> tuple[str, ...]:
+    """All parts of a split model beside its first."""
+    folder, name = os.path.split(path)
+    return tuple(os.path.join(folder, part) for part in split_parts(name))
+
+
+def write_atomic(path: str, data: bytes) -> None:
+    """Write beside the file and move in place, so that a reader sees the old bytes or the new."""
+    draft = f"{path}.{os.getpid()}.new"
+    with open(draft, "wb") as file:
+        file.write(data)
+    os.replace(draft, path)
+
+
 class HashCache:
     """Content hashes of files, kept in `hashes.json` in the state folder; losing it costs time only. An entry counts
     while path, size, mtime and inode are the same. Safe to use from several threads."""
@@ -3391,7 +3420,9 @@ def _matches(entry: str, name: str, ip: ipaddress.IPv4Address) -> bool:
         return _fits(name, entry) or _fits(name.partition(":")[0], entry)
 
 
-# --- what this node is -----------------------------------------------------------------------------------
+# ======================================================================================================
+# 9. Survey: what this node is, kept up to date; its folders, ports and sockets
+# ======================================================================================================
 
 
 class Surveyor:
@@ -3607,29 +3638,6 @@ class Surveyor:
 ENGINE_ROLES = ("leader", "worker")
 
 
-def file_signature(path: str) -> tuple[str, int, int, int]:
-    """Changes when the file does; zeros where there is none."""
-    try:
-        found = os.stat(path)
-    except OSError:
-        return path, 0, 0, 0
-    return path, found.st_size, found.st_mtime_ns, found.st_ino
-
-
-def part_paths(path: str) -> tuple[str, ...]:
-    """All parts of a split model beside its first."""
-    folder, name = os.path.split(path)
-    return tuple(os.path.join(folder, part) for part in split_parts(name))
-
-
-def write_atomic(path: str, data: bytes) -> None:
-    """Write beside the file and move in place, so that a reader sees the old bytes or the new."""
-    draft = f"{path}.{os.getpid()}.new"
-    with open(draft, "wb") as file:
-        file.write(data)
-    os.replace(draft, path)
-
-
 def port_owner_hint(port: int) -> str:
     """What to do about a TCP port that is taken; names its owner where that can be seen."""
     inodes = set()
@@ -3718,7 +3726,7 @@ def short_socket_path(path: str) -> Iterator[str]:
 
 
 # ======================================================================================================
-# 9. Discovery: mDNS adverts. They are only hints: a peer is a node that proved the secret.
+# 10. Discovery: mDNS adverts. They are only hints: a peer is a node that proved the secret.
 # ======================================================================================================
 
 SERVICE_TYPE = "_shardbox._tcp.local."
@@ -3854,7 +3862,7 @@ def printable(text: str) -> str:
 
 
 # ======================================================================================================
-# 10. Mesh and forwarder: proof of the secret, sealed frames, and wires that carry the engines' connections
+# 11. Mesh and forwarder: proof of the secret, sealed frames, and wires that carry the engines' connections
 # ======================================================================================================
 # secret -> scrypt -> seed of an Ed25519 authority that every node rebuilds in memory. A connection:
 #   1. mutual TLS 1.3; each side proves that the authority signed its certificate, which names nobody, and that
@@ -4585,21 +4593,21 @@ class Wire(_Station):
 
 
 # ======================================================================================================
-# 11. Files: what a box takes from others, chunk by chunk; each is checked as it lands, and passed on at once
+# 12. Files: what a box takes from others, chunk by chunk; each is checked as it lands, and passed on at once
 # ======================================================================================================
 # On a `file/<root>` connection the taker speaks first, one letter:
 #   L             the answer is a length (4 bytes) and JSON: sizes and chunk hashes, which give <root>
 #   A, a bitmap   of the chunks that it lacks and that nobody is sending it. The answer is the number (4 bytes, signed)
-#                 of the one that this giver has handed out least; -1: none of them is here now, -2: it gives to as many
-#                 as it will at once, so that each chunk comes soon and can be passed on soon. Then the taker says
+#                 of the one that this giver has handed out least; -1: none of them is here now. Then the taker says
 #                 y, and the chunk's bytes come, or n: it has found it elsewhere in the meantime
 # The giver chooses, because it alone knows what it gave to whom: every chunk leaves a lone giver once before any leaves
-# it twice, and the takers pass the rest on among themselves. Nothing is believed of either side: what does not hash to
-# what <root> says is thrown away, and its giver left alone.
+# it twice, and the takers pass the rest on among themselves. A taker has one connection to each giver, and a giver
+# turns nobody away: fewer of either leave cables idle (tests/unit/test_copies.py has the model that says so). Nothing
+# is believed of either side: what does not hash to what <root> says is fetched again, and its giver left alone.
 
-STREAMS = 2  # connections to a giver while there is one or two: one receives while the other hashes and writes
-MAX_STREAMS = 4  # in all: more would only make each chunk come later, and be passed on later; each holds one in memory
-TURNS = 3  # chunks that a giver sends at once
+LONE_STREAMS = 2  # connections to an only giver, once a chunk has come: one receives while the other hashes
+MAX_STREAMS = 16  # in all
+PIECE_OF_CHUNK_BYTES = 256 * 1024  # received, hashed and written while it is in the processor's cache
 SILENT_S = 15.0  # a giver that sends nothing for so long is given up for now
 BENCH_S = 10.0  # how long one that failed is left alone
 SLOW_S = 5.0  # once all that is missing is on its way: a chunk that takes longer, and four times as long as others,
@@ -4827,15 +4835,17 @@ class Landing:
                 hint = f"make room for {format_size(need - free)}; what is there already is kept"
                 raise FileError(what, where=os.path.dirname(self.paths[n]), hint=hint)
 
-    def write(self, number: int, data: memoryview) -> None:
-        """Store a chunk whose hash was right. Raises OSError, as on a full disk."""
-        owner, start, _, _ = self.chunks[number]
-        while data:
-            written = os.pwrite(self.files[owner], data, start)
-            start, data = start + written, data[written:]
+    def write(self, number: int, data: memoryview, at: int = 0) -> None:
+        """Store bytes of a chunk, from `at` in it, unless all of it is here: with its last byte it counts, so its hash
+        must have been right before that. Raises OSError, as on a full disk."""
+        owner, start, size, _ = self.chunks[number]
         with self.changed:
-            self.held |= 1 << number
-            self.changed.notify_all()
+            while data and not self.held >> number & 1:
+                written = os.pwrite(self.files[owner], data, start + at)
+                at, data = at + written, data[written:]
+                if at == size:
+                    self.held |= 1 << number
+                    self.changed.notify_all()
 
     def finish(self, sha256: Sequence[str] = ()) -> None:
         """Move whole files in place; the first part comes last, for a model counts from there. `sha256`: what
@@ -4921,7 +4931,6 @@ class Giver:
         self._listing, self._paths, self._pace, self._landing = listing, paths, pace, landing
         self._chunks = listing.chunks
         self._handed_out, self._lock = [0] * len(self._chunks), threading.Lock()
-        self._turns = threading.Semaphore(TURNS)
 
     def serve(self, sock: socket.socket) -> None:
         """Answer one taker until it leaves; in a thread. Files that changed meanwhile end it."""
@@ -4937,18 +4946,12 @@ class Giver:
                     sock.settimeout(None)
                     continue
                 receive_exactly(sock, memoryview(bitmap))
-                self._await_chunk(int.from_bytes(bitmap, "little"))
-                if self._turns.acquire(timeout=OFFER_WAIT_S):
-                    try:
-                        self._offer(sock, files, int.from_bytes(bitmap, "little"))
-                    finally:
-                        self._turns.release()
-                else:
-                    sock.sendall(_CHUNK_NUMBER.pack(-2))
+                self._offer(sock, files, int.from_bytes(bitmap, "little"))
                 sock.settimeout(None)
 
     def _offer(self, sock: socket.socket, files: Sequence[BinaryIO], wanted: int) -> None:
         """Offer one chunk, and send it if that is still welcome."""
+        self._await_chunk(wanted)
         number, answer = self._pick(wanted), bytearray(1)
         sock.sendall(_CHUNK_NUMBER.pack(number))
         if number < 0:
@@ -5010,9 +5013,8 @@ class Copy:
         self._node, self._place, self._pace, self._givers, self._connect = node, place, pace, givers, connect
         self._options: dict[str, Any] = {"replace": replace, "mode": mode}
         self._sha256, self._lock, self._stop = sha256, threading.Lock(), threading.Event()
-        self._in_flight: dict[int, float] = {}  # chunk -> when it was begun last
+        self._in_flight: dict[int, list[float]] = {}  # chunk -> when each stream that receives it began
         self._chunk_s = 0.0  # what a chunk takes, about
-        self._crowd = False  # more givers than streams
         self._received = 0  # bytes, also of chunks that are not whole yet
         self._benched: dict[str, tuple[float, str]] = {}  # giver -> until when, and why
         self._streams: dict[threading.Thread, str] = {}
@@ -5112,7 +5114,7 @@ class Copy:
             self._streams = {thread: name for thread, name in self._streams.items() if thread.is_alive()}
             ready = self._ready()
             streams = Counter(self._streams.values())
-            wanted, self._crowd = STREAMS if len(ready) < 3 else 1, len(ready) > MAX_STREAMS
+            wanted = LONE_STREAMS if len(ready) == 1 and landing.held else 1
             for name in [giver for giver in ready for _ in range(wanted - streams[giver])]:
                 if len(self._streams) < MAX_STREAMS:
                     thread = threading.Thread(target=self._take_from, args=(name, landing), name="copy", daemon=True)
@@ -5132,7 +5134,7 @@ class Copy:
     def _take_from(self, name: str, landing: Landing) -> None:
         """One stream from one giver, in a thread."""
         size = -(-len(landing.chunks) // 8)
-        buffer, number = memoryview(bytearray(CHUNK_BYTES)), bytearray(_CHUNK_NUMBER.size)
+        buffer, number = memoryview(bytearray(PIECE_OF_CHUNK_BYTES)), bytearray(_CHUNK_NUMBER.size)
         try:
             with contextlib.closing(self._connect(name)) as sock:
                 sock.settimeout(SILENT_S)
@@ -5150,8 +5152,6 @@ class Copy:
                         raise MessageError("sends what was not asked for")
                     if chosen >= 0:
                         self._take(sock, landing, chosen, buffer)
-                    elif self._crowd and chosen == -1:
-                        return  # perhaps another one has more to give
         except (ShardboxError, OSError) as error:
             if not self._stop.is_set() and landing.missing:
                 self._bench(name, error)
@@ -5163,7 +5163,7 @@ class Copy:
         with self._lock:
             missing, late = landing.missing, time.monotonic() - self._slow_s
             free = missing & ~sum(1 << n for n in self._in_flight)
-            return free or missing & sum(1 << n for n, begun in self._in_flight.items() if begun < late)
+            return free or missing & sum(1 << n for n, begun in self._in_flight.items() if begun[-1] < late)
 
     @property
     def _slow_s(self) -> float:
@@ -5171,36 +5171,52 @@ class Copy:
 
     def _take(self, sock: socket.socket, landing: Landing, number: int, buffer: memoryview) -> None:
         """Accept a chunk, if no other stream was quicker, check it and store it."""
-        _, _, size, wanted = landing.chunks[number]
+        now = time.monotonic()
         with self._lock:
-            begun, now = self._in_flight.get(number, -math.inf), time.monotonic()
-            welcome = landing.missing >> number & 1 and begun < now - self._slow_s
+            begun = self._in_flight.get(number, [])
+            late = bool(begun)
+            welcome = landing.missing >> number & 1 and (not late or begun[-1] < now - self._slow_s)
             if welcome:
-                self._in_flight[number] = now
+                self._in_flight[number] = [*begun, now]
         sock.sendall(b"y" if welcome else b"n")
         if not welcome:
             return
         try:
-            found, at = hashlib.sha256(), 0
-            while at < size:
-                got = sock.recv_into(buffer[at : min(size, at + MIB)])
-                if not got or not landing.missing >> number & 1:
-                    raise ConnectionResetError("the connection ended early")
-                found.update(buffer[at : at + got])
-                at += got
-                self._received += got
-                self._pace.spend(got)
-            if found.hexdigest() != wanted:
-                raise MessageError("sent bytes that are not those it promised: check its disk and memory")
-            try:
-                landing.write(number, buffer[:size])
-            except OSError as error:
-                self._fault = error
-                raise
+            self._receive(sock, landing, number, buffer, late)
             self._chunk_s = 0.8 * self._chunk_s + 0.2 * (time.monotonic() - now)
         finally:
             with self._lock:
-                self._in_flight.pop(number, None)
+                self._in_flight[number].remove(now)
+                if not self._in_flight[number]:
+                    del self._in_flight[number]
+
+    def _receive(self, sock: socket.socket, landing: Landing, number: int, buffer: memoryview, late: bool) -> None:
+        """Write a chunk as it comes; `late`: another stream does that, so only when it is whole."""
+        _, _, size, wanted = landing.chunks[number]
+        whole, found, at = memoryview(bytearray(size if late else 0)), hashlib.sha256(), 0
+        while at < size:
+            piece = buffer[: sock.recv_into(buffer[: size - at])]
+            after = at + len(piece)
+            if after == at or not landing.missing >> number & 1:
+                raise ConnectionResetError("the connection ended early")
+            found.update(piece)
+            if after == size and found.hexdigest() != wanted:
+                raise MessageError("sent bytes that are not those it promised: check its disk and memory")
+            if late:
+                whole[at:after] = piece
+            else:
+                self._write(landing, number, piece, at)
+            at, self._received = after, self._received + len(piece)
+            self._pace.spend(len(piece))
+        if late:
+            self._write(landing, number, whole)
+
+    def _write(self, landing: Landing, number: int, data: memoryview, at: int = 0) -> None:
+        try:
+            landing.write(number, data, at)
+        except OSError as error:
+            self._fault = error
+            raise
 
 
 # --- the stick: a folder that holds all that a box needs, on a file system that may be FAT ----------------
@@ -5358,7 +5374,7 @@ def unpack_file(stick: str, entry: StickFile, path: str, replace_it: bool, tell:
 
 
 # ======================================================================================================
-# 12. Engine: how engines are spawned, closed in, watched and logged; then the rehearsal engine.
+# 13. Engine: how engines are spawned, closed in, watched and logged
 # ======================================================================================================
 # node -> spawner -> one keeper an engine -> engine. Spawner and keepers are single-threaded forks of the node; a keeper
 # lives in its engine's network and makes the node's sockets there. When the node is killed, they see their channels end
@@ -5841,6 +5857,10 @@ class CappedLog:
             self.problem = f"{self._path}: {problem.strerror}"
 
 
+# ======================================================================================================
+# 14. Rehearsal: an engine without a model, which speaks as Prima does
+# ======================================================================================================
+
 RehearsalHook = Callable[[str, int], None]
 
 REHEARSAL_STOP_LINGER_MS = 1000  # bounds how long a rank that leaves waits for its successor to take the STOP
@@ -6265,23 +6285,14 @@ def rehearse(argv: Sequence[str], environ: Mapping[str, str], *, hook: Rehearsal
 
 
 # ======================================================================================================
-# 13. Supervisor: peers, this node's ranks, the rings that it leads, and the node that holds them together
+# 15. Peers: which nodes are there, which of them live, and the ways to them
 # ======================================================================================================
 
 MAX_PEERS, MAX_HINTS = 1024, 16  # names remembered, and addresses of one name: adverts are anybody's
 POLL_S = 2.0  # between two questions to a peer
-LINK_AGE_S = 1800.0  # until the way to a node is measured again
-LINKS_WAIT_S = 4.0  # after a node came, until a ring of three or more forms without its ways measured
 CALL_TIMEOUT_S = 5.0  # bounds one question to a peer
 ATTEMPT_S = 1.0  # without an answer at one address of a peer, until the next one is asked too
 LOST_S = 7.0  # a peer silent for longer is lost: three questions unanswered
-SETTLE_S = 3.0  # without [[nodes]]: how long nobody new must have come before a ring forms (mDNS takes 1.2 s)
-RING_STOP_S = 6.0  # after the leader's SIGTERM a whole ring is gone in about 3 s (measured)
-TERM_S = 2.0  # from SIGTERM to SIGKILL
-WIRE_GRACE_S = 0.5  # from a broken wire to the alarm: the engine whose end broke it can say more
-UNHEARD_S = 3.0  # a peer silent for so long is not waited for when a ring is torn down
-KNOCK_S = 5.0  # between two tries to reach engines that are not closed in, and for each of them
-MAX_DOORS = 96  # ports that are tried: of a whole ring
 TWIN_HINT = "give this one another name: --node NAME, SHARDBOX_NODE or its hostname"
 Target = tuple[str, str, int]  # node, address, port
 
@@ -6623,6 +6634,96 @@ class Peers:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         await self.session.close()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reach:
+    """What one node found when it dialled another."""
+
+    source: str
+    target: str
+    address: str
+    rtt_ms: float = 0.0
+    problem: str = ""
+    hint: str = ""
+
+
+REACH_HINTS = {
+    "unreachable": "is shardbox up there? open TCP port {port} in its firewall",
+    "wrong_secret": "put the same cluster secret on both boxes",
+    "wrong_name": "another node answers at this address: correct [[nodes]]",
+    "protocol": "install the same shardbox on both boxes",
+    "encryption": "give both boxes the same [cluster] encryption",
+    "wrong_key": "`shardbox nodes` on that box shows its key: correct [[nodes]], or somebody poses as it",
+}
+
+
+async def reach_all(config: Config, name: str, hints: Iterable[Hint], mesh: Mesh, pool: Executor) -> list[Reach]:
+    """Dial every hinted and declared node from here, afresh: address, port, secret and name are all tried."""
+    targets: dict[str, list[Hint]] = {node.name: [] for node in config.nodes if node.name != name}
+    for hint in hints:
+        if hint.node != name:
+            targets.setdefault(hint.node, []).append(hint)
+
+    async def reach(target: str, hints: list[Hint]) -> Reach:
+        advice = "is it up? give its `address` in [[nodes]] where multicast is blocked"
+        best = Reach(source=name, target=target, address="-", problem="not discovered", hint=advice)
+        for hint in hints:
+            started, at = time.monotonic(), replace(best, address=f"{hint.address}:{hint.port}", problem="", hint="")
+            call = functools.partial(mesh.dial, hint.address, hint.port, target, "control", CALL_TIMEOUT_S)
+            try:
+                link = await asyncio.get_running_loop().run_in_executor(pool, call)
+            except MeshError as error:
+                advice = error.hint or REACH_HINTS.get(error.kind, "see that node's log").format(port=hint.port)
+                best = replace(at, problem=error.what, hint=advice)
+                continue
+            link.close()
+            return replace(at, rtt_ms=(time.monotonic() - started) * 1000)
+        return best
+
+    return list(await asyncio.gather(*(reach(target, found) for target, found in sorted(targets.items()))))
+
+
+def measure_link(sock: socket.socket) -> LinkFacts:
+    """The way to a node that echoes what comes, at the sizes of the engine's messages: the best of some round trips of
+    a token, and of some of a batch. About 1 MB each way. Raises OSError."""
+    sock.settimeout(CALL_TIMEOUT_S)
+    large = 256 * KIB  # fits into what lies between, so that it can be sent before anything is read
+
+    def trip_ns(size: int) -> int:
+        message, left = bytes(size), size
+        started = time.monotonic_ns()
+        sock.sendall(message)
+        while left > 0:
+            data = sock.recv(large)
+            if not data:
+                raise ConnectionAbortedError("it ended early")
+            left -= len(data)
+        return time.monotonic_ns() - started
+
+    trip_ns(64)
+    rtt_ns = min(trip_ns(64) for _ in range(10))
+    took_ns = max(1, min(trip_ns(large) for _ in range(4)) - rtt_ns)
+    return LinkFacts(rtt_ns=int(float(f"{rtt_ns:.2g}")), bytes_per_s=int(float(f"{large * 10**9 // took_ns:.2g}")))
+
+
+def echo(sock: socket.socket) -> None:
+    """The other side of `measure_link`: for a bounded time and amount. In its own thread."""
+    deadline, left = time.monotonic() + CALL_TIMEOUT_S, 4 * MIB
+    with sock, contextlib.suppress(OSError):
+        sock.settimeout(CALL_TIMEOUT_S)
+        while left > 0 and time.monotonic() < deadline and (data := sock.recv(256 * KIB)):
+            sock.sendall(data)
+            left -= len(data)
+
+
+# ======================================================================================================
+# 16. Ranks: this node's engines and what they need, from a lease to the last log line
+# ======================================================================================================
+
+RING_STOP_S = 6.0  # after the leader's SIGTERM a whole ring is gone in about 3 s (measured)
+TERM_S = 2.0  # from SIGTERM to SIGKILL
+WIRE_GRACE_S = 0.5  # from a broken wire to the alarm: the engine whose end broke it can say more
 
 
 @dataclass(slots=True, kw_only=True)
@@ -7177,6 +7278,13 @@ class RankHost:
             log.warning("cannot record running engines: %s", error)
 
 
+# ======================================================================================================
+# 17. Rings: those that this node leads; the state machine's effects become calls
+# ======================================================================================================
+
+UNHEARD_S = 3.0  # a peer silent for so long is not waited for when a ring is torn down
+
+
 @dataclass(slots=True, kw_only=True)
 class Traffic:
     """What clients meet at one model, on this node."""
@@ -7449,85 +7557,15 @@ def sign_of_life(views: Sequence[RankView]) -> str:
     return f"{moved}/{computed}/{resident}/{sum(view.read_bytes for view in views)}"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Reach:
-    """What one node found when it dialled another."""
+# ======================================================================================================
+# 18. Node: one `shardbox up`, which holds all of this together
+# ======================================================================================================
 
-    source: str
-    target: str
-    address: str
-    rtt_ms: float = 0.0
-    problem: str = ""
-    hint: str = ""
-
-
-REACH_HINTS = {
-    "unreachable": "is shardbox up there? open TCP port {port} in its firewall",
-    "wrong_secret": "put the same cluster secret on both boxes",
-    "wrong_name": "another node answers at this address: correct [[nodes]]",
-    "protocol": "install the same shardbox on both boxes",
-    "encryption": "give both boxes the same [cluster] encryption",
-    "wrong_key": "`shardbox nodes` on that box shows its key: correct [[nodes]], or somebody poses as it",
-}
-
-
-async def reach_all(config: Config, name: str, hints: Iterable[Hint], mesh: Mesh, pool: Executor) -> list[Reach]:
-    """Dial every hinted and declared node from here, afresh: address, port, secret and name are all tried."""
-    targets: dict[str, list[Hint]] = {node.name: [] for node in config.nodes if node.name != name}
-    for hint in hints:
-        if hint.node != name:
-            targets.setdefault(hint.node, []).append(hint)
-
-    async def reach(target: str, hints: list[Hint]) -> Reach:
-        advice = "is it up? give its `address` in [[nodes]] where multicast is blocked"
-        best = Reach(source=name, target=target, address="-", problem="not discovered", hint=advice)
-        for hint in hints:
-            started, at = time.monotonic(), replace(best, address=f"{hint.address}:{hint.port}", problem="", hint="")
-            call = functools.partial(mesh.dial, hint.address, hint.port, target, "control", CALL_TIMEOUT_S)
-            try:
-                link = await asyncio.get_running_loop().run_in_executor(pool, call)
-            except MeshError as error:
-                advice = error.hint or REACH_HINTS.get(error.kind, "see that node's log").format(port=hint.port)
-                best = replace(at, problem=error.what, hint=advice)
-                continue
-            link.close()
-            return replace(at, rtt_ms=(time.monotonic() - started) * 1000)
-        return best
-
-    return list(await asyncio.gather(*(reach(target, found) for target, found in sorted(targets.items()))))
-
-
-def measure_link(sock: socket.socket) -> LinkFacts:
-    """The way to a node that echoes what comes, at the sizes of the engine's messages: the best of some round trips of
-    a token, and of some of a batch. About 1 MB each way. Raises OSError."""
-    sock.settimeout(CALL_TIMEOUT_S)
-    large = 256 * KIB  # fits into what lies between, so that it can be sent before anything is read
-
-    def trip_ns(size: int) -> int:
-        message, left = bytes(size), size
-        started = time.monotonic_ns()
-        sock.sendall(message)
-        while left > 0:
-            data = sock.recv(large)
-            if not data:
-                raise ConnectionAbortedError("it ended early")
-            left -= len(data)
-        return time.monotonic_ns() - started
-
-    trip_ns(64)
-    rtt_ns = min(trip_ns(64) for _ in range(10))
-    took_ns = max(1, min(trip_ns(large) for _ in range(4)) - rtt_ns)
-    return LinkFacts(rtt_ns=int(float(f"{rtt_ns:.2g}")), bytes_per_s=int(float(f"{large * 10**9 // took_ns:.2g}")))
-
-
-def echo(sock: socket.socket) -> None:
-    """The other side of `measure_link`: for a bounded time and amount. In its own thread."""
-    deadline, left = time.monotonic() + CALL_TIMEOUT_S, 4 * MIB
-    with sock, contextlib.suppress(OSError):
-        sock.settimeout(CALL_TIMEOUT_S)
-        while left > 0 and time.monotonic() < deadline and (data := sock.recv(256 * KIB)):
-            sock.sendall(data)
-            left -= len(data)
+LINK_AGE_S = 1800.0  # until the way to a node is measured again
+LINKS_WAIT_S = 4.0  # after a node came, until a ring of three or more forms without its ways measured
+SETTLE_S = 3.0  # without [[nodes]]: how long nobody new must have come before a ring forms (mDNS takes 1.2 s)
+KNOCK_S = 5.0  # between two tries to reach engines that are not closed in, and for each of them
+MAX_DOORS = 96  # ports that are tried: of a whole ring
 
 
 def precedence(phase: str, world: int, leader: str) -> tuple[bool, int, str]:
@@ -8140,410 +8178,15 @@ def snapshot(node: Node) -> Snapshot:
 
 
 # ======================================================================================================
-# 14. Control and endpoint: what the owner, other nodes, and OpenAI clients may ask
+# 19. Endpoint: the OpenAI API on every node; a request goes to the ring's leader
 # ======================================================================================================
-
 MAX_BODY_BYTES = 32 * MIB  # of a client's request, also when a peer passes it on
 MAX_CLIENTS = 512  # connections to the endpoint
 MAX_REQUESTS = 64  # being answered or held at once; the engine queues what its slots cannot take
 HOLD_POLL_S = 0.1  # between two looks for a ring that may answer a held request
 REQUEST_TIMEOUT_S = 10.0  # from a client's connection to its first whole request header
 BODY_TIMEOUT_S = 60.0  # for the body behind it
-MAX_MESSAGE_BYTES = 8 * MIB  # of an owner's request
-VERIFY_TIMEOUT_S = 6 * 3600.0  # for reading a whole model again
 API_PATHS = ("/v1/chat/completions", "/v1/completions", "/v1/embeddings")
-Handler: TypeAlias = "Callable[[web.Request], Awaitable[web.StreamResponse]]"
-Asked: TypeAlias = "Callable[[web.Request], Awaitable[Any]]"  # a handler of control: its result goes out as JSON
-
-
-async def start_services(node: Node) -> list[Callable[[], Awaitable[None]]]:
-    """Open the peers' service, the owner's control socket, the endpoint and the status socket; returns what
-    closes each of them. Raises ShardboxError where a port or path cannot be had."""
-    gate = Endpoint(node)
-    runners = [
-        web.AppRunner(app, access_log=None, handler_cancellation=True, shutdown_timeout=1.0)
-        for app in (PeerService(node).app(), OwnerService(node).app(), gate.app())
-    ]
-    for runner in runners:
-        await runner.setup()
-    peers, owner, endpoint = runners
-    node.control = peers.server
-    with short_socket_path(control_path(node.box.folder)) as path:
-        with contextlib.suppress(FileNotFoundError):
-            os.unlink(path)
-        mask = os.umask(0o177)
-        try:
-            await web.UnixSite(owner, path).start()
-        finally:
-            os.umask(mask)
-    closing = await open_endpoint(node, gate, endpoint)
-    return [closing, *(runner.cleanup for runner in runners), await start_status_service(node)]
-
-
-async def open_endpoint(node: Node, gate: Endpoint, runner: web.AppRunner) -> Callable[[], Awaitable[None]]:
-    """Listen for clients; returns what stops that. A connection too many, or one that asks nothing within
-    REQUEST_TIMEOUT_S, is closed. Raises UsageError where the port or the certificate cannot be had."""
-    bind, port, server = node.box.config.api.bind, node.box.settings.ports.api, runner.server
-    assert server is not None
-    loop = asyncio.get_running_loop()
-
-    def admit() -> Any:
-        if len(server.connections) >= MAX_CLIENTS:
-            return Door()
-        handler = server()
-        gate.silent[id(handler)] = loop.call_later(REQUEST_TIMEOUT_S, hang_up, handler)
-        return handler
-
-    def hang_up(handler: Any) -> None:
-        gate.silent.pop(id(handler), None)
-        if handler.transport is not None:
-            handler.transport.abort()
-
-    try:
-        listening = await loop.create_server(admit, bind, port, ssl=api_tls(node.box.config))
-    except OSError as error:
-        what = f"cannot listen on {bind}:{port}: {os.strerror(error.errno or 0)}"
-        raise UsageError(what, where="ports.api", hint=port_owner_hint(port)) from None
-
-    async def close() -> None:
-        listening.close()
-
-    return close
-
-
-def service_app(
-    prefix: str, limit: int, gets: Iterable[Asked], posts: Iterable[Asked], *guards: Any
-) -> web.Application:
-    """Control routes named after their handlers, which return what is sent as JSON; failures: see control_errors.
-    `guards` are middlewares in front."""
-    app = web.Application(client_max_size=limit, middlewares=[*guards, web.middleware(control_errors)])
-    app.add_routes([web.get(f"{prefix}/{handler.__name__}", answering(handler)) for handler in gets])
-    app.add_routes([web.post(f"{prefix}/{handler.__name__}", answering(handler)) for handler in posts])
-    return app
-
-
-def answering(asked: Asked) -> Handler:
-    """A handler that sends as JSON what `asked` returns."""
-
-    async def handler(request: web.Request) -> web.StreamResponse:
-        return web.json_response(to_json(await asked(request)))
-
-    return handler
-
-
-async def control_errors(request: web.Request, handler: Handler) -> web.StreamResponse:
-    """ShardboxError becomes 409 with its words; a bug becomes 500 and a traceback in the log."""
-    try:
-        return await handler(request)
-    except ShardboxError as error:
-        what = f"{error.where}: {error.what}" if error.where else error.what
-        body = {"what": what, "hint": error.hint, "kind": getattr(error, "kind", "")}
-        return web.json_response({"error": body}, status=409)
-    except ApiError as error:
-        return error.response()
-    except (web.HTTPException, asyncio.CancelledError, ConnectionError):
-        raise
-    except Exception as error:
-        log.exception("bug in %s %s", request.method, request.path)
-        body = {"what": f"bug: {error!r}", "hint": "that node's log has the traceback"}
-        return web.json_response({"error": body}, status=500)
-
-
-async def message(request: web.Request, *fields: str) -> dict[str, Any]:
-    """The JSON object of a request, with these string fields. Raises MessageError."""
-    try:
-        data = json.loads(await request.read() or b"{}")
-    except (ValueError, RecursionError, web.RequestPayloadError):
-        raise MessageError("not JSON", where=request.path) from None
-    if not isinstance(data, dict):
-        raise MessageError("expected an object", where=request.path)
-    for field in fields:
-        if not isinstance(data.get(field), str):
-            raise MessageError("expected a string", where=f"{request.path}: {field}")
-    return data
-
-
-class PeerService:
-    """What other nodes may ask. Only a proven member reaches it, and its name is known."""
-
-    def __init__(self, node: Node) -> None:
-        self._node = node
-
-    def app(self) -> web.Application:
-        """The routes, all under /peer."""
-        gets, posts = (self.state, self.bound, self.pairs, self.logs, self.verify), (self.trouble, self.news, self.down)
-        counting = web.middleware(functools.partial(self.counting))
-        app = service_app("/peer", MAX_BODY_BYTES, gets, posts, counting)
-        for verb in ("fetch", "prepare", "launch", "lease", "release"):
-            app.router.add_post(f"/peer/{verb}", answering(functools.partial(self.rank, verb)))
-        app.add_routes([web.post(f"/peer/api{path}", self.api) for path in API_PATHS])
-        return app
-
-    async def counting(self, request: web.Request, handler: Handler) -> web.StreamResponse:
-        """Orders that were refused are counted for `status`."""
-        reply = await handler(request)
-        if reply.status == 409:
-            self._node.mesh.refuse("order", self._caller(request))
-        return reply
-
-    def _caller(self, request: web.Request) -> str:
-        assert request.transport is not None
-        return self._node.callers.get(request.transport.get_extra_info("socket").fileno(), "")
-
-    async def state(self, request: web.Request) -> Any:
-        """This node's facts (unless the caller has them), rings and ranks."""
-        node, query = self._node, request.query
-        try:
-            uptime_s = float(query.get("uptime") or 0)
-        except ValueError:
-            raise MessageError("expected a number", where="/peer/state: uptime") from None
-        node.peers.check_twin(self._caller(request), query.get("machine", ""), uptime_s)
-        known = digest(node.facts)
-        return PeerState(
-            facts=None if query.get("have") == known else node.facts,
-            digest=known,
-            uptime=time.monotonic() - node.box.started,
-            wall=time.time(),
-            desired=dict(node.desired),
-            models=tuple(model_view(node, model.name) for model in node.box.config.models),
-            leaving=node.stop.is_set(),
-            copies=tuple(copy.view() for copy in node.library.copies.values()),
-            reached=dict(node.reached),
-        )
-
-    async def rank(self, verb: str, request: web.Request) -> Any:
-        """Prepare, start or stop this node's rank of a ring, or renew its lease; see RankHost.answer."""
-        data = await message(request, "generation", *(["model"] if verb != "prepare" else []))
-        return await self._node.host.answer(verb, data, self._caller(request))
-
-    async def bound(self, request: web.Request) -> Any:
-        """Whether this node's engine listens; waits up to 10 s for it."""
-        run = self._node.host.get(request.query.get("model", ""), request.query.get("generation", ""))
-        with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(run.bound.wait(), 10.0)
-        return {"bound": run.bound.is_set() and not run.exited.is_set()}
-
-    async def trouble(self, request: web.Request) -> Any:
-        """A rank of a ring that this node leads is broken, or its node goes."""
-        data = await message(request, "model", "generation", "reason")
-        ring = self._node.rings.rings.get(data["model"])
-        if ring and ring.plan and ring.plan.rank_of(self._caller(request)):
-            kind = data["kind"] if data.get("kind") in ("leaving", "lost") else "trouble"
-            reason = printable(data["reason"])[:1000]
-            grace_s = self._node.box.config.api.drain_s
-            event = Event(kind=kind, generation=data["generation"] or "-", reason=reason, grace_s=grace_s)
-            self._node.rings.post(ring.model, event)
-        return {}
-
-    async def news(self, request: web.Request) -> Any:
-        """The caller's rings changed: ask it now."""
-        self._node.peers.ask_now(self._caller(request))
-        return {}
-
-    async def down(self, request: web.Request) -> Any:
-        """`down --all` on another box."""
-        log.info("%s asks this node to end (down --all)", self._caller(request))
-        self._node.stop.set()
-        return {}
-
-    async def pairs(self, request: web.Request) -> Any:
-        """Whom this node reaches, for `check` on another."""
-        return await self._node.reach_all()
-
-    async def verify(self, request: web.Request) -> Any:
-        """Read this box's copy of a model again, every byte."""
-        model = self._node.box.model(request.query.get("model", ""))
-        return await self._node.library.reread(model)
-
-    async def logs(self, request: web.Request) -> Any:
-        """The last lines of this node's engines."""
-        return read_logs(self._node, *log_query(request))
-
-    async def api(self, request: web.Request) -> web.StreamResponse:
-        """A client's request that another node's endpoint passes on to this one, the leader."""
-        model, body = await read_request(self._node.box.config, request)
-        path = request.path.removeprefix("/peer/api")
-        return await ask_ring(self._node, request, path, model, body, passed_on=True)
-
-
-def log_query(request: web.Request) -> tuple[str, int]:
-    """Of which model, and how many log lines are asked for: 1 to 10,000. Raises UsageError."""
-    text = request.query.get("lines", "")
-    if not re.fullmatch(r"[0-9]{1,5}", text) or not 1 <= int(text) <= 10000:
-        raise UsageError(f"lines must be 1-10000, got {text[:20]!r}")
-    return request.query.get("model", ""), int(text)
-
-
-def read_logs(node: Node, model: str, lines: int) -> dict[str, str]:
-    """The last lines of this node's engine logs, by file name. Raises UsageError for an unknown model."""
-    config, result = node.box.config, {}
-    for name in [find_configured(config, model).name] if model else [entry.name for entry in config.models]:
-        path = node.host.log_path(name)
-        with contextlib.suppress(FileNotFoundError), open(path, "rb") as file:
-            file.seek(max(0, os.fstat(file.fileno()).st_size - 400 * lines))
-            tail = file.read().decode("utf-8", "replace").splitlines()[-lines:]
-            result[f"{node.box.name}/{os.path.basename(path)}"] = "\n".join(printable(line) for line in tail)
-    return result
-
-
-class OwnerService:
-    """The control socket's service: for whoever owns this node, on this box."""
-
-    def __init__(self, node: Node) -> None:
-        self._node = node
-
-    def app(self) -> web.Application:
-        """The routes."""
-        guard = web.middleware(functools.partial(self.guard))
-        gets = (self.nodes, self.logs, self.check, self.copies, self.verify)
-        posts = (self.down, self.want, self.pull)
-        return service_app("", MAX_MESSAGE_BYTES, gets, posts, guard)
-
-    async def guard(self, request: web.Request, handler: Handler) -> web.StreamResponse:
-        """The socket's mode keeps other users out; should somebody change it, this does."""
-        uid = peer_uid(request.get_extra_info("socket"))
-        if uid in (None, 0, os.geteuid()):
-            return await handler(request)
-        self._node.mesh.refuse("other_user", f"user {uid}")
-        what, hint = f"user {uid} is neither root nor the owner of this node", "`chmod 600` its control socket"
-        return web.json_response({"error": {"what": what, "hint": hint}}, status=403)
-
-    async def down(self, request: web.Request) -> Any:
-        """End this node, or with ?all every one that is reached."""
-        peers, told = self._node.peers, dict[str, str]()
-        for peer in peers.live() if request.query.get("all") else []:
-            try:
-                await peers.call(peer.name, "POST", "/peer/down")
-                told[peer.name] = "stopping"
-            except ShardboxError as error:
-                told[peer.name] = error.what
-        self._node.stop.set()
-        return {"told": told}
-
-    async def want(self, request: web.Request) -> Any:
-        """Start or stop a model on the whole cluster."""
-        data = await message(request, "model")
-        model = find_configured(self._node.box.config, data["model"])
-        if not isinstance(data.get("wanted"), bool):
-            raise MessageError("expected true or false", where="/want: wanted")
-        self._node.want(model.name, data["wanted"])
-        return {"model": model.name}
-
-    async def pull(self, request: web.Request) -> Any:
-        """Fetch a model, or all that the TOML names, to this box."""
-        node, data = self._node, await message(request, "model", "from")
-        config, only = node.box.config, data["from"]
-        models = [find_configured(config, data["model"])] if data["model"] else config.models
-        return [node.library.pull(model, only, data.get("replace") is True) for model in models]
-
-    async def copies(self, request: web.Request) -> Any:
-        """What is on its way to this box, or has come since it is up."""
-        return [copy.view() for copy in self._node.library.copies.values()]
-
-    async def verify(self, request: web.Request) -> Any:
-        """What every box finds when it reads its copy of a model again: all at once."""
-        node, model = self._node, find_configured(self._node.box.config, request.query.get("model", ""))
-        query = urllib.parse.urlencode({"model": model.name})
-
-        async def ask(name: str) -> dict[str, str]:
-            try:
-                call = node.peers.call(name, "GET", f"/peer/verify?{query}", None, VERIFY_TIMEOUT_S)
-                return {str(key): str(value) for key, value in (await call).items()}
-            except ShardboxError as error:
-                return {"problem": error.what}
-
-        names = [peer.name for peer in node.peers.live() if peer.name != node.box.name]
-        found = await asyncio.gather(node.library.reread(model), *map(ask, names))
-        return dict(zip([node.box.name, *names], found, strict=True))
-
-    async def nodes(self, request: web.Request) -> Any:
-        """Every node that is known, and the facts of those that are live."""
-        node = self._node
-        return {"nodes": peer_views(node), "facts": node.all_facts()}
-
-    async def logs(self, request: web.Request) -> Any:
-        """Engine logs of one node or of all."""
-        peers, own = self._node.peers, self._node.box.name
-        (model, lines), only = log_query(request), request.query.get("node")
-        asked, result = urllib.parse.urlencode({"model": model, "lines": lines}), dict[str, str]()
-        for name in [only] if only else [own, *(peer.name for peer in peers.live())]:
-            if name == own:
-                result |= read_logs(self._node, model, lines)
-            else:
-                result |= await peers.call(name, "GET", f"/peer/logs?{asked}")
-        return result
-
-    async def check(self, request: web.Request) -> Any:
-        """What `check` needs of the cluster: every pair dialled in both directions."""
-        node = self._node
-        reaches = await node.reach_all()
-        await node.knock()
-        for peer in node.peers.live():
-            try:
-                reply = await node.peers.call(peer.name, "GET", "/peer/pairs", None, 4 * CALL_TIMEOUT_S)
-                reaches += [from_json(Reach, item, "pairs") for item in reply]
-            except ShardboxError as error:
-                reaches.append(Reach(source=peer.name, target="-", address="-", problem=error.what, hint=error.hint))
-        skew_s = {peer.name: peer.wall_skew_s for peer in node.peers.live()}
-        body = {"pairs": reaches, "facts": node.all_facts(), "clock_skew_s": skew_s, "exposures": node.exposures()}
-        return {**body, "discovery": node.discovery.problem}
-
-
-def find_configured(config: Config, name: str) -> ModelConfig:
-    """The model with this name or alias. Raises UsageError with the names that there are."""
-    model = config.model(name)
-    if model is None:
-        names = ", ".join(other.name for other in config.models) or "none"
-        raise UsageError(f"no model {name!r}", hint=f"there are: {names}")
-    return model
-
-
-# --- the status socket: anybody on this box may read it, nobody can say anything -------------------------
-
-
-def status_address(cluster: str, node: str) -> str:
-    """Where `status` asks: depends on cluster and node alone. Linux: an abstract socket, else a path."""
-    name = f"shardbox/{cluster}/{node}"
-    if len(name) > 90:  # the kernel takes 107 bytes, macOS 103
-        name = f"shardbox/{digest([cluster, node])}"
-    return f"\0{name}" if sys.platform == "linux" else f"/tmp/{name.replace('/', '-')}.status"
-
-
-async def start_status_service(node: Node) -> Callable[[], Awaitable[None]]:
-    """Serve the snapshot as JSON to whoever connects; the connection is then closed."""
-    address = status_address(node.box.config.cluster.name, node.box.name)
-
-    def unlink() -> None:
-        if not address.startswith("\0"):
-            with contextlib.suppress(FileNotFoundError):
-                os.unlink(address)
-
-    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        with contextlib.closing(writer), contextlib.suppress(ConnectionError, TimeoutError):  # it went away
-            writer.write(json.dumps(to_json(snapshot(node))).encode())
-            async with asyncio.timeout(5):
-                await writer.drain()
-
-    unlink()
-    sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    try:
-        sock.bind(address)
-    except OSError as error:
-        sock.close()
-        what = f"another process serves the status of node {node.box.name}: {error.strerror}"
-        raise UsageError(what, hint="is a second shardbox up on this box? `shardbox down` ends it") from None
-    if not address.startswith("\0"):
-        os.chmod(address, 0o666)
-    server = await asyncio.start_unix_server(serve, sock=sock)
-
-    async def close() -> None:
-        server.close()
-        unlink()
-
-    return close
-
-
-# --- the OpenAI endpoint ----------------------------------------------------------------------------------
 
 
 class ApiError(Exception):
@@ -9016,8 +8659,405 @@ def token_usage(prompt: int, output: int) -> dict[str, int]:
     return {"prompt_tokens": prompt, "completion_tokens": output, "total_tokens": prompt + output}
 
 
+async def open_endpoint(node: Node, gate: Endpoint, runner: web.AppRunner) -> Callable[[], Awaitable[None]]:
+    """Listen for clients; returns what stops that. A connection too many, or one that asks nothing within
+    REQUEST_TIMEOUT_S, is closed. Raises UsageError where the port or the certificate cannot be had."""
+    bind, port, server = node.box.config.api.bind, node.box.settings.ports.api, runner.server
+    assert server is not None
+    loop = asyncio.get_running_loop()
+
+    def admit() -> Any:
+        if len(server.connections) >= MAX_CLIENTS:
+            return Door()
+        handler = server()
+        gate.silent[id(handler)] = loop.call_later(REQUEST_TIMEOUT_S, hang_up, handler)
+        return handler
+
+    def hang_up(handler: Any) -> None:
+        gate.silent.pop(id(handler), None)
+        if handler.transport is not None:
+            handler.transport.abort()
+
+    try:
+        listening = await loop.create_server(admit, bind, port, ssl=api_tls(node.box.config))
+    except OSError as error:
+        what = f"cannot listen on {bind}:{port}: {os.strerror(error.errno or 0)}"
+        raise UsageError(what, where="ports.api", hint=port_owner_hint(port)) from None
+
+    async def close() -> None:
+        listening.close()
+
+    return close
+
+
 # ======================================================================================================
-# 15. Status: Snapshot -> exit code, one line for a pager, and a table. Pure.
+# 20. Control: what the owner, other nodes, and any local user may ask
+# ======================================================================================================
+
+MAX_MESSAGE_BYTES = 8 * MIB  # of an owner's request
+VERIFY_TIMEOUT_S = 6 * 3600.0  # for reading a whole model again
+Handler: TypeAlias = "Callable[[web.Request], Awaitable[web.StreamResponse]]"
+Asked: TypeAlias = "Callable[[web.Request], Awaitable[Any]]"  # a handler of control: its result goes out as JSON
+
+
+def service_app(
+    prefix: str, limit: int, gets: Iterable[Asked], posts: Iterable[Asked], *guards: Any
+) -> web.Application:
+    """Control routes named after their handlers, which return what is sent as JSON; failures: see control_errors.
+    `guards` are middlewares in front."""
+    app = web.Application(client_max_size=limit, middlewares=[*guards, web.middleware(control_errors)])
+    app.add_routes([web.get(f"{prefix}/{handler.__name__}", answering(handler)) for handler in gets])
+    app.add_routes([web.post(f"{prefix}/{handler.__name__}", answering(handler)) for handler in posts])
+    return app
+
+
+def answering(asked: Asked) -> Handler:
+    """A handler that sends as JSON what `asked` returns."""
+
+    async def handler(request: web.Request) -> web.StreamResponse:
+        return web.json_response(to_json(await asked(request)))
+
+    return handler
+
+
+async def control_errors(request: web.Request, handler: Handler) -> web.StreamResponse:
+    """ShardboxError becomes 409 with its words; a bug becomes 500 and a traceback in the log."""
+    try:
+        return await handler(request)
+    except ShardboxError as error:
+        what = f"{error.where}: {error.what}" if error.where else error.what
+        body = {"what": what, "hint": error.hint, "kind": getattr(error, "kind", "")}
+        return web.json_response({"error": body}, status=409)
+    except ApiError as error:
+        return error.response()
+    except (web.HTTPException, asyncio.CancelledError, ConnectionError):
+        raise
+    except Exception as error:
+        log.exception("bug in %s %s", request.method, request.path)
+        body = {"what": f"bug: {error!r}", "hint": "that node's log has the traceback"}
+        return web.json_response({"error": body}, status=500)
+
+
+async def message(request: web.Request, *fields: str) -> dict[str, Any]:
+    """The JSON object of a request, with these string fields. Raises MessageError."""
+    try:
+        data = json.loads(await request.read() or b"{}")
+    except (ValueError, RecursionError, web.RequestPayloadError):
+        raise MessageError("not JSON", where=request.path) from None
+    if not isinstance(data, dict):
+        raise MessageError("expected an object", where=request.path)
+    for field in fields:
+        if not isinstance(data.get(field), str):
+            raise MessageError("expected a string", where=f"{request.path}: {field}")
+    return data
+
+
+class PeerService:
+    """What other nodes may ask. Only a proven member reaches it, and its name is known."""
+
+    def __init__(self, node: Node) -> None:
+        self._node = node
+
+    def app(self) -> web.Application:
+        """The routes, all under /peer."""
+        gets, posts = (self.state, self.bound, self.pairs, self.logs, self.verify), (self.trouble, self.news, self.down)
+        counting = web.middleware(functools.partial(self.counting))
+        app = service_app("/peer", MAX_BODY_BYTES, gets, posts, counting)
+        for verb in ("fetch", "prepare", "launch", "lease", "release"):
+            app.router.add_post(f"/peer/{verb}", answering(functools.partial(self.rank, verb)))
+        app.add_routes([web.post(f"/peer/api{path}", self.api) for path in API_PATHS])
+        return app
+
+    async def counting(self, request: web.Request, handler: Handler) -> web.StreamResponse:
+        """Orders that were refused are counted for `status`."""
+        reply = await handler(request)
+        if reply.status == 409:
+            self._node.mesh.refuse("order", self._caller(request))
+        return reply
+
+    def _caller(self, request: web.Request) -> str:
+        assert request.transport is not None
+        return self._node.callers.get(request.transport.get_extra_info("socket").fileno(), "")
+
+    async def state(self, request: web.Request) -> Any:
+        """This node's facts (unless the caller has them), rings and ranks."""
+        node, query = self._node, request.query
+        try:
+            uptime_s = float(query.get("uptime") or 0)
+        except ValueError:
+            raise MessageError("expected a number", where="/peer/state: uptime") from None
+        node.peers.check_twin(self._caller(request), query.get("machine", ""), uptime_s)
+        known = digest(node.facts)
+        return PeerState(
+            facts=None if query.get("have") == known else node.facts,
+            digest=known,
+            uptime=time.monotonic() - node.box.started,
+            wall=time.time(),
+            desired=dict(node.desired),
+            models=tuple(model_view(node, model.name) for model in node.box.config.models),
+            leaving=node.stop.is_set(),
+            copies=tuple(copy.view() for copy in node.library.copies.values()),
+            reached=dict(node.reached),
+        )
+
+    async def rank(self, verb: str, request: web.Request) -> Any:
+        """Prepare, start or stop this node's rank of a ring, or renew its lease; see RankHost.answer."""
+        data = await message(request, "generation", *(["model"] if verb != "prepare" else []))
+        return await self._node.host.answer(verb, data, self._caller(request))
+
+    async def bound(self, request: web.Request) -> Any:
+        """Whether this node's engine listens; waits up to 10 s for it."""
+        run = self._node.host.get(request.query.get("model", ""), request.query.get("generation", ""))
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(run.bound.wait(), 10.0)
+        return {"bound": run.bound.is_set() and not run.exited.is_set()}
+
+    async def trouble(self, request: web.Request) -> Any:
+        """A rank of a ring that this node leads is broken, or its node goes."""
+        data = await message(request, "model", "generation", "reason")
+        ring = self._node.rings.rings.get(data["model"])
+        if ring and ring.plan and ring.plan.rank_of(self._caller(request)):
+            kind = data["kind"] if data.get("kind") in ("leaving", "lost") else "trouble"
+            reason = printable(data["reason"])[:1000]
+            grace_s = self._node.box.config.api.drain_s
+            event = Event(kind=kind, generation=data["generation"] or "-", reason=reason, grace_s=grace_s)
+            self._node.rings.post(ring.model, event)
+        return {}
+
+    async def news(self, request: web.Request) -> Any:
+        """The caller's rings changed: ask it now."""
+        self._node.peers.ask_now(self._caller(request))
+        return {}
+
+    async def down(self, request: web.Request) -> Any:
+        """`down --all` on another box."""
+        log.info("%s asks this node to end (down --all)", self._caller(request))
+        self._node.stop.set()
+        return {}
+
+    async def pairs(self, request: web.Request) -> Any:
+        """Whom this node reaches, for `check` on another."""
+        return await self._node.reach_all()
+
+    async def verify(self, request: web.Request) -> Any:
+        """Read this box's copy of a model again, every byte."""
+        model = self._node.box.model(request.query.get("model", ""))
+        return await self._node.library.reread(model)
+
+    async def logs(self, request: web.Request) -> Any:
+        """The last lines of this node's engines."""
+        return read_logs(self._node, *log_query(request))
+
+    async def api(self, request: web.Request) -> web.StreamResponse:
+        """A client's request that another node's endpoint passes on to this one, the leader."""
+        model, body = await read_request(self._node.box.config, request)
+        path = request.path.removeprefix("/peer/api")
+        return await ask_ring(self._node, request, path, model, body, passed_on=True)
+
+
+def log_query(request: web.Request) -> tuple[str, int]:
+    """Of which model, and how many log lines are asked for: 1 to 10,000. Raises UsageError."""
+    text = request.query.get("lines", "")
+    if not re.fullmatch(r"[0-9]{1,5}", text) or not 1 <= int(text) <= 10000:
+        raise UsageError(f"lines must be 1-10000, got {text[:20]!r}")
+    return request.query.get("model", ""), int(text)
+
+
+def read_logs(node: Node, model: str, lines: int) -> dict[str, str]:
+    """The last lines of this node's engine logs, by file name. Raises UsageError for an unknown model."""
+    config, result = node.box.config, {}
+    for name in [find_configured(config, model).name] if model else [entry.name for entry in config.models]:
+        path = node.host.log_path(name)
+        with contextlib.suppress(FileNotFoundError), open(path, "rb") as file:
+            file.seek(max(0, os.fstat(file.fileno()).st_size - 400 * lines))
+            tail = file.read().decode("utf-8", "replace").splitlines()[-lines:]
+            result[f"{node.box.name}/{os.path.basename(path)}"] = "\n".join(printable(line) for line in tail)
+    return result
+
+
+class OwnerService:
+    """The control socket's service: for whoever owns this node, on this box."""
+
+    def __init__(self, node: Node) -> None:
+        self._node = node
+
+    def app(self) -> web.Application:
+        """The routes."""
+        guard = web.middleware(functools.partial(self.guard))
+        gets = (self.nodes, self.logs, self.check, self.copies, self.verify)
+        posts = (self.down, self.want, self.pull)
+        return service_app("", MAX_MESSAGE_BYTES, gets, posts, guard)
+
+    async def guard(self, request: web.Request, handler: Handler) -> web.StreamResponse:
+        """The socket's mode keeps other users out; should somebody change it, this does."""
+        uid = peer_uid(request.get_extra_info("socket"))
+        if uid in (None, 0, os.geteuid()):
+            return await handler(request)
+        self._node.mesh.refuse("other_user", f"user {uid}")
+        what, hint = f"user {uid} is neither root nor the owner of this node", "`chmod 600` its control socket"
+        return web.json_response({"error": {"what": what, "hint": hint}}, status=403)
+
+    async def down(self, request: web.Request) -> Any:
+        """End this node, or with ?all every one that is reached."""
+        peers, told = self._node.peers, dict[str, str]()
+        for peer in peers.live() if request.query.get("all") else []:
+            try:
+                await peers.call(peer.name, "POST", "/peer/down")
+                told[peer.name] = "stopping"
+            except ShardboxError as error:
+                told[peer.name] = error.what
+        self._node.stop.set()
+        return {"told": told}
+
+    async def want(self, request: web.Request) -> Any:
+        """Start or stop a model on the whole cluster."""
+        data = await message(request, "model")
+        model = find_configured(self._node.box.config, data["model"])
+        if not isinstance(data.get("wanted"), bool):
+            raise MessageError("expected true or false", where="/want: wanted")
+        self._node.want(model.name, data["wanted"])
+        return {"model": model.name}
+
+    async def pull(self, request: web.Request) -> Any:
+        """Fetch a model, or all that the TOML names, to this box."""
+        node, data = self._node, await message(request, "model", "from")
+        config, only = node.box.config, data["from"]
+        models = [find_configured(config, data["model"])] if data["model"] else config.models
+        return [node.library.pull(model, only, data.get("replace") is True) for model in models]
+
+    async def copies(self, request: web.Request) -> Any:
+        """What is on its way to this box, or has come since it is up."""
+        return [copy.view() for copy in self._node.library.copies.values()]
+
+    async def verify(self, request: web.Request) -> Any:
+        """What every box finds when it reads its copy of a model again: all at once."""
+        node, model = self._node, find_configured(self._node.box.config, request.query.get("model", ""))
+        query = urllib.parse.urlencode({"model": model.name})
+
+        async def ask(name: str) -> dict[str, str]:
+            try:
+                call = node.peers.call(name, "GET", f"/peer/verify?{query}", None, VERIFY_TIMEOUT_S)
+                return {str(key): str(value) for key, value in (await call).items()}
+            except ShardboxError as error:
+                return {"problem": error.what}
+
+        names = [peer.name for peer in node.peers.live() if peer.name != node.box.name]
+        found = await asyncio.gather(node.library.reread(model), *map(ask, names))
+        return dict(zip([node.box.name, *names], found, strict=True))
+
+    async def nodes(self, request: web.Request) -> Any:
+        """Every node that is known, and the facts of those that are live."""
+        node = self._node
+        return {"nodes": peer_views(node), "facts": node.all_facts()}
+
+    async def logs(self, request: web.Request) -> Any:
+        """Engine logs of one node or of all."""
+        peers, own = self._node.peers, self._node.box.name
+        (model, lines), only = log_query(request), request.query.get("node")
+        asked, result = urllib.parse.urlencode({"model": model, "lines": lines}), dict[str, str]()
+        for name in [only] if only else [own, *(peer.name for peer in peers.live())]:
+            if name == own:
+                result |= read_logs(self._node, model, lines)
+            else:
+                result |= await peers.call(name, "GET", f"/peer/logs?{asked}")
+        return result
+
+    async def check(self, request: web.Request) -> Any:
+        """What `check` needs of the cluster: every pair dialled in both directions."""
+        node = self._node
+        reaches = await node.reach_all()
+        await node.knock()
+        for peer in node.peers.live():
+            try:
+                reply = await node.peers.call(peer.name, "GET", "/peer/pairs", None, 4 * CALL_TIMEOUT_S)
+                reaches += [from_json(Reach, item, "pairs") for item in reply]
+            except ShardboxError as error:
+                reaches.append(Reach(source=peer.name, target="-", address="-", problem=error.what, hint=error.hint))
+        skew_s = {peer.name: peer.wall_skew_s for peer in node.peers.live()}
+        body = {"pairs": reaches, "facts": node.all_facts(), "clock_skew_s": skew_s, "exposures": node.exposures()}
+        return {**body, "discovery": node.discovery.problem}
+
+
+def find_configured(config: Config, name: str) -> ModelConfig:
+    """The model with this name or alias. Raises UsageError with the names that there are."""
+    model = config.model(name)
+    if model is None:
+        names = ", ".join(other.name for other in config.models) or "none"
+        raise UsageError(f"no model {name!r}", hint=f"there are: {names}")
+    return model
+
+
+# --- the status socket: anybody on this box may read it, nobody can say anything -------------------------
+
+
+def status_address(cluster: str, node: str) -> str:
+    """Where `status` asks: depends on cluster and node alone. Linux: an abstract socket, else a path."""
+    name = f"shardbox/{cluster}/{node}"
+    if len(name) > 90:  # the kernel takes 107 bytes, macOS 103
+        name = f"shardbox/{digest([cluster, node])}"
+    return f"\0{name}" if sys.platform == "linux" else f"/tmp/{name.replace('/', '-')}.status"
+
+
+async def start_status_service(node: Node) -> Callable[[], Awaitable[None]]:
+    """Serve the snapshot as JSON to whoever connects; the connection is then closed."""
+    address = status_address(node.box.config.cluster.name, node.box.name)
+
+    def unlink() -> None:
+        if not address.startswith("\0"):
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(address)
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        with contextlib.closing(writer), contextlib.suppress(ConnectionError, TimeoutError):  # it went away
+            writer.write(json.dumps(to_json(snapshot(node))).encode())
+            async with asyncio.timeout(5):
+                await writer.drain()
+
+    unlink()
+    sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        sock.bind(address)
+    except OSError as error:
+        sock.close()
+        what = f"another process serves the status of node {node.box.name}: {error.strerror}"
+        raise UsageError(what, hint="is a second shardbox up on this box? `shardbox down` ends it") from None
+    if not address.startswith("\0"):
+        os.chmod(address, 0o666)
+    server = await asyncio.start_unix_server(serve, sock=sock)
+
+    async def close() -> None:
+        server.close()
+        unlink()
+
+    return close
+
+
+async def start_services(node: Node) -> list[Callable[[], Awaitable[None]]]:
+    """Open the peers' service, the owner's control socket, the endpoint and the status socket; returns what
+    closes each of them. Raises ShardboxError where a port or path cannot be had."""
+    gate = Endpoint(node)
+    runners = [
+        web.AppRunner(app, access_log=None, handler_cancellation=True, shutdown_timeout=1.0)
+        for app in (PeerService(node).app(), OwnerService(node).app(), gate.app())
+    ]
+    for runner in runners:
+        await runner.setup()
+    peers, owner, endpoint = runners
+    node.control = peers.server
+    with short_socket_path(control_path(node.box.folder)) as path:
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(path)
+        mask = os.umask(0o177)
+        try:
+            await web.UnixSite(owner, path).start()
+        finally:
+            os.umask(mask)
+    closing = await open_endpoint(node, gate, endpoint)
+    return [closing, *(runner.cleanup for runner in runners), await start_status_service(node)]
+
+
+# ======================================================================================================
+# 21. Status: Snapshot -> exit code, one line for a pager, and a table. Pure.
 # ======================================================================================================
 
 OK, WARNING, CRITICAL, UNKNOWN = 0, 1, 2, 3
@@ -9255,7 +9295,7 @@ def losses_text(
 
 
 # ======================================================================================================
-# 16. Command line
+# 22. Command line: each command returns its exit code; only main() ends the program
 # ======================================================================================================
 
 CONFIG_NAME = "shardbox.toml"

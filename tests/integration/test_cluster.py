@@ -792,6 +792,31 @@ def test_engines_not_closed_in_are_reached_from_outside_and_named(hosts: MakeLan
         beta.wait_status(lambda found: not any("can be reached" in text for text in found.warnings), "they are gone")
 
 
+def test_engines_that_cannot_be_closed_in_are_open_and_named_or_refused(hosts: MakeLan) -> None:
+    """A user namespace that may make no network namespace, as containers and some distributions have it."""
+    refused = "the kernel refuses a network namespace"
+    unable = 'echo 0 > /proc/sys/user/max_net_namespaces; exec "$@"'
+    within = ("unshare", "--user", "--map-root-user", "sh", "-c", unable, "-", *shardbox_command())
+    with hosts(cluster_toml(("alpha",), memory="4GiB"), ("alpha",)) as lan:
+        alpha = lan.hosts["alpha"]
+        found = alpha.run_tool(*within, "check")
+        assert any(line.startswith(f"warn  {refused}") for line in lines_of(found))
+
+        process = alpha.spawn(*within, "up")
+        served = alpha.wait_status(serves(1), "it serves")
+        assert not rank_on(served, "alpha").isolated
+        code, line = status_line(served)
+        assert code == WARNING
+        assert f"the engine's ports are open on alpha: {refused}" in line
+        assert "WARNING engines cannot be closed in" in alpha.output(process)
+        assert alpha.run("down").returncode == OK
+
+        alpha.config.write_text(cluster_toml(("alpha",), memory="4GiB", engine='isolate = "always"'))
+        told = alpha.run_tool(*within, "up")
+        assert told.returncode == 1
+        assert told.stderr.startswith("engine.isolate: engines cannot be closed in: " + refused)
+
+
 def test_forming_declared_node_missing_503_then_without_it(hosts: MakeLan) -> None:
     with hosts(cluster_toml(memory=HALF, form_wait_s=10, api="hold_s = 1"), MEMBERS) as lan:
         alpha, beta = lan.up("alpha", "beta")

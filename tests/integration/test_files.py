@@ -320,6 +320,20 @@ def test_giver_that_stalls_holds_nobody_up(tmp_path: Path, original: Path, listi
     assert time.monotonic() - begun < SILENT_S + 10
 
 
+def test_bytes_that_come_after_a_chunk_was_whole_change_nothing(
+    tmp_path: Path, original: Path, listing: Listing
+) -> None:
+    landing, first = Landing(listing, [str(tmp_path / "m.gguf")]), original.read_bytes()[:CHUNK_BYTES]
+    with contextlib.closing(landing):
+        landing.open()
+        landing.write(0, memoryview(first[:MIB]))
+        assert landing.missing & 1
+        landing.write(0, memoryview(first[MIB:]), MIB)
+        landing.write(0, memoryview(b"wrong"), 5)
+    assert not landing.missing & 1
+    assert (tmp_path / "m.gguf.part").read_bytes() == first
+
+
 def test_giver_whose_file_changes_under_way_does_no_harm(tmp_path: Path, original: Path, listing: Listing) -> None:
     fickle = tmp_path / "fickle"
     fickle.write_bytes(original.read_bytes())

@@ -23,16 +23,22 @@ SECTIONS = {
     6: "Wiring",
     7: "Lifecycle",
     8: "Probes",
-    9: "Discovery",
-    10: "Mesh",
-    11: "Files",
-    12: "Engine",
-    13: "Supervisor",
-    14: "Control",
-    15: "Status",
-    16: "Command",
+    9: "Survey",
+    10: "Discovery",
+    11: "Mesh",
+    12: "Files",
+    13: "Engine",
+    14: "Rehearsal",
+    15: "Peers",
+    16: "Ranks",
+    17: "Rings",
+    18: "Node",
+    19: "Endpoint",
+    20: "Control",
+    21: "Status",
+    22: "Command",
 }
-PURE = (1, 2, 3, 4, 5, 6, 7, 15)
+PURE = (1, 2, 3, 4, 5, 6, 7, 21)
 IO_MODULES = frozenset({"asyncio", "os", "time", "socket", "subprocess", "zeroconf", "aiohttp", "click"})
 IO_MORE = frozenset({"web", "http", "logging", "fcntl", "random", "secrets", "select", "signal", "sys", "threading"})
 ALLOWED: frozenset[tuple[str, str]] = frozenset()  # (user, used): references down the file, each with its reason
