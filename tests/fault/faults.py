@@ -307,6 +307,7 @@ def delete_state(trial: Trial) -> None:
     host = trial.worker
     shutil.rmtree(host.folder / "attic")
     kill_engine(trial, host)
+    trial.undo.callback(host.up)
     trial.undo.callback(lambda: end_by(trial, host, signal.SIGTERM))  # its control socket is gone
 
 
