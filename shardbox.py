@@ -1424,6 +1424,7 @@ GPU_BASE_BYTES = 512 * MIB  # a CUDA context and its scratch space, on each card
 HEADROOM = 0.05  # of a node's memory, left alone
 CONTEXT_STEP = 32  # llama.cpp rounds a context up to this
 PREFILL_BATCH = 512  # tokens; llama.cpp's default ubatch, what compute buffers are sized for
+_OVERCOMMIT_HINT = ", or (slow, from disk) set `overcommit = true`"
 MAX_CYCLES = 8  # each takes a compute buffer and all hops again; Prima's schedulers end at 29 (bdf9d8e7, src/llama.cpp)
 EXACT_ORDER = 10  # ranks: up to here the order of a ring is the best there is
 
@@ -1987,7 +1988,8 @@ class _Draft:
             return *found, reason
         listing = ", ".join(f"{room.node} {format_size(room.total_bytes)}" for room in rooms)
         what = f"too big for the nodes there are: needs {format_size(need)}, they have {format_size(have)}"
-        hint = "add a box, a smaller quantisation or a shorter context, or (slow, from disk) set `overcommit = true`"
+        hint = "add a box, a smaller quantisation or a shorter context"
+        hint += "; also from disk, KV cache and buffers must fit" if self.model.overcommit else _OVERCOMMIT_HINT
         raise _plan_error(self.model, f"{what} ({listing}); {short}", hint)
 
     def ordered(self, lead: Room, rooms: Sequence[Room]) -> list[Room]:
