@@ -1424,6 +1424,7 @@ GPU_BASE_BYTES = 512 * MIB  # a CUDA context and its scratch space, on each card
 HEADROOM = 0.05  # of a node's memory, left alone
 CONTEXT_STEP = 32  # llama.cpp rounds a context up to this
 PREFILL_BATCH = 512  # tokens; llama.cpp's default ubatch, what compute buffers are sized for
+_OVERCOMMIT_HINT = ", or (slow, from disk) set `overcommit = true`"
 MAX_CYCLES = 8  # each takes a compute buffer and all hops again; Prima's schedulers end at 29 (bdf9d8e7, src/llama.cpp)
 EXACT_ORDER = 10  # ranks: up to here the order of a ring is the best there is
 
@@ -1987,7 +1988,8 @@ class _Draft:
             return *found, reason
         listing = ", ".join(f"{room.node} {format_size(room.total_bytes)}" for room in rooms)
         what = f"too big for the nodes there are: needs {format_size(need)}, they have {format_size(have)}"
-        hint = "add a box, a smaller quantisation or a shorter context, or (slow, from disk) set `overcommit = true`"
+        hint = "add a box, a smaller quantisation or a shorter context"
+        hint += "; also from disk, KV cache and buffers must fit" if self.model.overcommit else _OVERCOMMIT_HINT
         raise _plan_error(self.model, f"{what} ({listing}); {short}", hint)
 
     def ordered(self, lead: Room, rooms: Sequence[Room]) -> list[Room]:
@@ -6291,6 +6293,7 @@ def rehearse(argv: Sequence[str], environ: Mapping[str, str], *, hook: Rehearsal
 MAX_PEERS, MAX_HINTS = 1024, 16  # names remembered, and addresses of one name: adverts are anybody's
 POLL_S = 2.0  # between two questions to a peer
 CALL_TIMEOUT_S = 5.0  # bounds one question to a peer
+ATTEMPT_S = 1.0  # without an answer at one address of a peer, until the next one is asked too
 LOST_S = 7.0  # a peer silent for longer is lost: three questions unanswered
 TWIN_HINT = "give this one another name: --node NAME, SHARDBOX_NODE or its hostname"
 Target = tuple[str, str, int]  # node, address, port
@@ -6313,6 +6316,28 @@ async def gather_all(actions: Iterable[Awaitable[None]]) -> None:
     for result in await asyncio.gather(*actions, return_exceptions=True):
         if isinstance(result, BaseException):
             raise result
+
+
+async def first_success(attempts: Iterable[Callable[[], Coroutine[Any, Any, None]]], delay_s: float) -> None:
+    """Begin each as soon as one before has failed, or all have been silent for `delay_s` (as RFC 8305 does), until one
+    succeeds; the others are cancelled. Raises the first one's ShardboxError when all fail."""
+    left, tasks, running = list(attempts), list[asyncio.Task[None]](), set[asyncio.Task[None]]()
+    try:
+        while left or running:
+            if left:
+                tasks.append(asyncio.get_running_loop().create_task(left.pop(0)()))
+                running.add(tasks[-1])
+            wait_s = delay_s if left else None
+            done, running = await asyncio.wait(running, timeout=wait_s, return_when=asyncio.FIRST_COMPLETED)
+            good = [task for task in done if not isinstance(task.exception(), ShardboxError)]
+            if good:
+                good[0].result()  # raises a bug
+                return
+    finally:
+        for task in running:
+            task.cancel()
+    if tasks:
+        tasks[0].result()
 
 
 def view_of(kind: type[T], *sources: object, **given: Any) -> T:
@@ -6532,29 +6557,31 @@ class Peers:
                 await asyncio.wait_for(peer.news.wait(), POLL_S)
 
     async def _ask(self, peer: Peer) -> None:
-        """One question, at the address that answered last while it is still heard of, else at each that we know."""
+        """One question, at the address that answered last while it is still heard of, then at each that we know."""
         heard = {(hint.address, hint.port) for hint in self._hints() if hint.node == peer.name}
 
         def rank(hint: Hint) -> tuple[bool, bool, bool]:
             place = (hint.address, hint.port)
             return place not in heard, peer.target != (peer.name, *place), hint.source != "static"
 
-        problem: ShardboxError | None = None
-        for hint in sorted(peer.hints.values(), key=rank):
-            started, uptime_s = time.monotonic(), time.monotonic() - self._box.started
-            hello = {"machine": self._box.facts.machine, "uptime": f"{uptime_s:.3f}", "have": peer.facts_digest}
-            path = f"/peer/state?{urllib.parse.urlencode(hello)}"
-            try:
-                state = await self.call((peer.name, hint.address, hint.port), "GET", path)
-                self._take(peer, hint, from_json(PeerState, state, "state"), started)
-                return
-            except ShardboxError as error:
-                if isinstance(error, MeshError) and error.kind == "twin":
-                    self._box.fail(UsageError(error.what, hint=error.hint))
-                error.what = f"{error.what} ({hint.address}:{hint.port})"
-                problem = problem or error
-        if problem:
-            raise problem
+        hints = sorted(peer.hints.values(), key=rank)
+        await first_success([functools.partial(self._ask_at, peer, hint) for hint in hints], ATTEMPT_S)
+
+    async def _ask_at(self, peer: Peer, hint: Hint) -> None:
+        """One question at one address; one that is in time for finding the peer lost. Raises ShardboxError."""
+        started, uptime_s = time.monotonic(), time.monotonic() - self._box.started
+        hello = {"machine": self._box.facts.machine, "uptime": f"{uptime_s:.3f}", "have": peer.facts_digest}
+        path = f"/peer/state?{urllib.parse.urlencode(hello)}"
+        left_s = LOST_S - self.silent_s(peer.name)
+        timeout_s = left_s if ATTEMPT_S < left_s < CALL_TIMEOUT_S else CALL_TIMEOUT_S
+        try:
+            state = await self.call((peer.name, hint.address, hint.port), "GET", path, timeout_s=timeout_s)
+            self._take(peer, hint, from_json(PeerState, state, "state"), started)
+        except ShardboxError as error:
+            if isinstance(error, MeshError) and error.kind == "twin":
+                self._box.fail(UsageError(error.what, hint=error.hint))
+            error.what = f"{error.what} ({hint.address}:{hint.port})"
+            raise
 
     def _take(self, peer: Peer, hint: Hint, state: PeerState, started: float) -> None:
         now, known = time.monotonic(), peer.facts

@@ -304,9 +304,10 @@ def delete_folder(trial: Trial) -> None:
 
 def delete_state(trial: Trial) -> None:
     """The whole state folder goes while the node runs."""
-    host = trial.cluster.host("beta")
+    host = trial.worker
     shutil.rmtree(host.folder / "attic")
     kill_engine(trial, host)
+    trial.undo.callback(host.up)
     trial.undo.callback(lambda: end_by(trial, host, signal.SIGTERM))  # its control socket is gone
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import errno
 import json
@@ -21,7 +20,6 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-import aiohttp
 import pytest
 
 import shardbox
@@ -32,7 +30,6 @@ from shardbox import (
     Spawner,
     Usage,
     diagnose,
-    dialled_session,
     oom_kills,
     process_identity,
     stop_leftover,
@@ -557,31 +554,3 @@ def test_log_takes_a_storm_of_100_mb_without_holding_up_the_engine(launch: Launc
     log.close()
     assert log.tail(2) == ["w" * 99, "last"]
     assert sum(p.stat().st_size for p in tmp_path.iterdir()) <= 2 << 20
-
-
-@pytest.mark.parametrize("said", [b"", b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n5\r\nhello\r\n"])
-def test_session_closed_while_it_asks_breaks_the_question(said: bytes) -> None:
-    """A model was stopped with answers on their way: aiohttp left their readers waiting, so that the rings after it
-    were thought to be asked, and `stalled` again and again (found by tests/fault/soak.py)."""
-
-    async def ask_and_close(server: socket.socket, pool: ThreadPoolExecutor) -> None:
-        session = dialled_session(lambda _: socket.create_connection(server.getsockname()), pool)
-        begun = asyncio.Event()
-
-        async def ask() -> None:
-            async with session.get("http://engine/") as reply:
-                async for _ in reply.content.iter_any():
-                    begun.set()
-
-        asking = asyncio.create_task(ask())
-        with (await asyncio.to_thread(server.accept))[0] as engine:
-            await asyncio.to_thread(engine.recv, 1000)
-            engine.sendall(said)
-            if said:
-                await asyncio.wait_for(begun.wait(), DEADLINE_S)
-            await session.close()
-            with pytest.raises(aiohttp.ClientError):
-                await asyncio.wait_for(asking, DEADLINE_S)
-
-    with socket.create_server(("127.0.0.1", 0)) as server, ThreadPoolExecutor(1) as pool:
-        asyncio.run(ask_and_close(server, pool))

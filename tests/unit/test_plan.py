@@ -793,6 +793,7 @@ def test_plan_that_fits_is_not_run_from_disk_though_it_may() -> None:
 def test_plan_from_disk_must_still_hold_what_cannot_be_dropped() -> None:
     model = shape(layers=8, layer_bytes=GIB, kv_heads=64)
     error = refusal([box("alpha", GIB, model)], overcommit=True, context=1 << 20)
+    assert error.hint.endswith("also from disk, KV cache and buffers must fit")
     assert "too big" in error.what
 
 
