@@ -258,7 +258,7 @@ def test_engine_isolated_without_root_keeps_supplementary_groups(tmp_path: Path)
         folder.chmod(0o755)
     # It drops root after the imports, as this Python may be readable for root alone. 4: PR_SET_DUMPABLE, as after exec.
     node = (
-        "import os, sys, ctypes; from shardbox import Spawner\n"
+        "import os, sys, ctypes; from shardbox import Spawner, load_all; load_all()\n"
         "os.setgroups([4242]); os.setgid(65534); os.setuid(65534); ctypes.CDLL(None).prctl(4, 1)\n"
         "s = Spawner.start()\n"
         "e = s.spawn(argv=['/bin/cat', sys.argv[1]], env={}, cwd='/', isolate=True)\n"
