@@ -1338,10 +1338,7 @@ def model_shape(headers: Sequence[GgufHeader]) -> ModelShape:
     heads, width = count("attention.head_count"), count("embedding_length")
     head_width = width // max(1, heads)
     key_width, value_width = (count(f"attention.{what}_length", head_width) for what in ("key", "value"))
-    kv_heads = _key_counts(first, f"{architecture}.attention.head_count_kv", heads)
-    if len(kv_heads) not in (1, layers):
-        what = f"key '{architecture}.attention.head_count_kv' has {len(kv_heads)} values for {layers} layers"
-        raise GgufError(what, where=first.name, hint=_COPY_AGAIN)
+    kv_heads = _kv_heads(first, f"{architecture}.attention.head_count_kv", heads, layers)
     by_type: Counter[str] = Counter()
     for tensor in tensors.values():
         by_type[tensor.type] += tensor.bytes
@@ -1358,7 +1355,7 @@ def model_shape(headers: Sequence[GgufHeader]) -> ModelShape:
         context_train=count("context_length"),
         layer_bytes=layer_bytes,
         active_bytes=active_bytes,
-        kv_values=tuple(its * (key_width + value_width) for its in kv_heads * (layers // len(kv_heads))),
+        kv_values=tuple(its * (key_width + value_width) for its in kv_heads),
         experts_used=used,
         merges=first.metadata.get("tokenizer.ggml.model") == "gpt2",
         sliding_window=count("attention.sliding_window", 0),
@@ -1369,6 +1366,15 @@ def model_shape(headers: Sequence[GgufHeader]) -> ModelShape:
         name=_plain_text(str(first.metadata.get("general.name", ""))),
         chat_template="tokenizer.chat_template" in first.metadata,
     )
+
+
+def _kv_heads(header: GgufHeader, key: str, heads: int, layers: int) -> tuple[int, ...]:
+    """Of each layer; the file may give one number for all. Raises GgufError."""
+    found = _key_counts(header, key, heads)
+    if len(found) not in (1, layers):
+        what = f"key '{key}' has {len(found)} values for {layers} layers"
+        raise GgufError(what, where=header.name, hint=_COPY_AGAIN)
+    return tuple(found) * (layers // len(found))
 
 
 def _plain_text(text: str) -> str:
@@ -5363,11 +5369,8 @@ def unpack_file(stick: str, entry: StickFile, path: str, replace_it: bool, tell:
             with open(piece, "rb") as file:
                 return os.pread(file.fileno(), size, at % PIECE_BYTES)
         except OSError as error:
-            what, hint = (
-                f"cannot be read: {error.strerror}",
-                "put the stick back and type it again: it goes on from here",
-            )
-            raise FileError(what, where=piece, hint=hint) from None
+            hint = "put the stick back and type it again: it goes on from here"
+            raise FileError(f"cannot be read: {error.strerror}", where=piece, hint=hint) from None
 
     listing = Listing(files=(ListedFile(name=entry.path, size=entry.size, hashes=entry.hashes),))
     landing = Landing(listing, [path], mode=mode, replace=replace_it)
@@ -6765,6 +6768,13 @@ class RankRun:
         ports = (self.wiring.data_port, self.wiring.signal_port, self.wiring.http_port)
         return tuple(port for port in ports if port)
 
+    @property
+    def http(self) -> aiohttp.ClientSession:
+        """To the leader's engine. Raises EngineError once the rank is being ended, as after its box has slept."""
+        if self.session is None or self.session.closed:
+            raise EngineError("its engine has been stopped", where=f"rank {self.rank} of {self.plan.model}")
+        return self.session
+
     def close(self) -> None:
         """Give back what it holds of the system; blocks."""
         for _, wire in self.wires:
@@ -6858,8 +6868,8 @@ class Library:
 
     def tend_engines(self, others: Iterable[NodeFacts]) -> None:
         """Fetch engines where this box has none and another one of its platform gives them."""
-        root, box = self.engines_from(self._box.facts, others), self._box
-        if not root or ("" in self.copies and time.monotonic() - self._engines_at < BENCH_S):
+        root, box, before = self.engines_from(self._box.facts, others), self._box, self.copies.get("")
+        if not root or (before and (before.state == "copying" or time.monotonic() - self._engines_at < BENCH_S)):
             return
 
         def place(listing: Listing) -> list[str]:
@@ -6869,8 +6879,6 @@ class Library:
                 raise FileError(f"these are no engine files: {strange[:3]}", where="engines")
             return [os.path.join(box.folder, "engines", name) for name in names]
 
-        if "" in self.copies and self.copies[""].state == "copying":
-            return
         self._engines_at = time.monotonic()
         copy = Copy(
             model="", node=box.name, root=root, place=place, pace=self._pace, replace=True, mode=0o755,
@@ -7415,10 +7423,9 @@ class Rings:
         self._run(effect, self._watch)
         await gather_all(self._on_rank(rank.node, "launch", effect, PREPARE_TIMEOUT_S) for rank in effect.plan.ranks)
         run = self._host.get(model, effect.generation)
-        assert run.session is not None
         while True:
             with contextlib.suppress(aiohttp.ClientError, OSError, TimeoutError):
-                async with asyncio.timeout(5), run.session.get("http://engine/health") as reply:
+                async with asyncio.timeout(5), run.http.get("http://engine/health") as reply:
                     if reply.status == 200:
                         break
             await asyncio.sleep(0.1)
@@ -7427,12 +7434,11 @@ class Rings:
     async def _probe(self, model: str, effect: Effect) -> None:
         """One real token through every rank: only then is the ring ready."""
         run, where = self._host.get(model, effect.generation), f"model {model}"
-        assert run.session is not None
         path, body = "/v1/chat/completions", {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 1}
         if run.started_as.embeddings:
             path, body = "/v1/embeddings", {"input": "Hi"}
         try:
-            async with run.session.post(f"http://engine{path}", json=body) as reply:
+            async with run.http.post(f"http://engine{path}", json=body) as reply:
                 answer = await reply.json(content_type=None)
         except (aiohttp.ClientError, OSError, ValueError) as error:
             raise EngineError(f"no one-token answer: {error!r}", where=where) from None
@@ -7508,18 +7514,17 @@ class Rings:
         finally:
             self._doubted.pop(model, None)
         run, traffic = self._host.get(model, effect.generation), self.traffic[model]
-        assert run.session is not None
         path, body = "/v1/embeddings", dict[str, Any](input="Hi")
         traffic.in_flight += 1  # so that a hang is one
         try:
             if not run.started_as.embeddings:
-                async with run.session.get("http://engine/slots") as reply:
+                async with run.http.get("http://engine/slots") as reply:
                     slots = [slot for slot in await reply.json(content_type=None) if not slot.get("state")]
                 if not slots:
                     return
                 free = min(slots, key=lambda slot: len(str(slot.get("prompt") or "")))
                 path, body = "/completion", {"prompt": "Hi", "n_predict": 1, "id_slot": free.get("id", -1)}
-            async with run.session.post(f"http://engine{path}", json=body) as reply:
+            async with run.http.post(f"http://engine{path}", json=body) as reply:
                 await reply.read()
         except (aiohttp.ClientError, OSError, ValueError) as error:
             with contextlib.suppress(TimeoutError):
@@ -8182,6 +8187,7 @@ def snapshot(node: Node) -> Snapshot:
 # ======================================================================================================
 # 19. Endpoint: the OpenAI API on every node; a request goes to the ring's leader
 # ======================================================================================================
+
 MAX_BODY_BYTES = 32 * MIB  # of a client's request, also when a peer passes it on
 MAX_CLIENTS = 512  # connections to the endpoint
 MAX_REQUESTS = 64  # being answered or held at once; the engine queues what its slots cannot take
@@ -9185,7 +9191,7 @@ def speed_text(plan: ModelPlan) -> str:
         return text
     hops = sum(rank.hop_s for rank in plan.ranks) * plan.cycles
     text += f", {hops * 1000:.3g} ms of it the network"
-    return text + (f"; {plan.alone} alone, had it the memory, {format_token(plan.alone_s)}" if plan.alone else "")
+    return text + (f"; on {plan.alone} alone, where it fits there, {format_token(plan.alone_s)}" if plan.alone else "")
 
 
 def status_text(snapshot: Snapshot, verbose: bool = True) -> str:
@@ -9574,6 +9580,18 @@ def one_node_only(folder: str, name: str) -> Iterator[None]:
         yield
 
 
+def has_ended(folder: str) -> bool:
+    """Whether no `up` holds the lock file of this folder, which may be read-only, or deleted, by now."""
+    try:
+        with open(os.path.join(folder, "lock"), "rb") as file:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except FileNotFoundError:
+        return True
+    except BlockingIOError:
+        return False
+    return True
+
+
 def stop_leftovers(folder: str) -> None:
     """Stop engines that an earlier run left behind, recognised by their recorded identity."""
     try:
@@ -9632,12 +9650,10 @@ def cmd_down(config: Config, name: str, everywhere: bool) -> int:
     patience_s = 30 + config.api.drain_s
     deadline = time.monotonic() + patience_s
     while time.monotonic() < deadline:
-        try:
-            with one_node_only(state_folder(config.cluster.name, name), name):
-                print(f"{name}: down")
-                return 0
-        except ShardboxError:
-            time.sleep(0.1)
+        if has_ended(state_folder(config.cluster.name, name)):
+            print(f"{name}: down")
+            return 0
+        time.sleep(0.1)
     raise ShardboxError(f"node {name} is still ending after {patience_s:.0f} s", hint="see its log")
 
 

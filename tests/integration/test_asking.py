@@ -6,12 +6,13 @@ import asyncio
 import socket
 from collections.abc import Callable, Coroutine
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 from typing import Any
 
 import aiohttp
 import pytest
 
-from shardbox import MeshError, dialled_session, first_success
+from shardbox import EngineError, MeshError, RankRun, dialled_session, first_success
 
 DEADLINE_S = 20.0
 Attempt = Callable[[], Coroutine[Any, Any, None]]
@@ -43,6 +44,24 @@ def test_session_closed_while_it_asks_breaks_the_question(said: bytes) -> None:
 
     with socket.create_server(("127.0.0.1", 0)) as server, ThreadPoolExecutor(1) as pool:
         asyncio.run(ask_and_close(server, pool))
+
+
+def test_rank_that_is_being_ended_is_not_asked() -> None:
+    """A leader that was suspended for longer than its lease asked on a closed session, which was a traceback."""
+
+    async def ask(pool: ThreadPoolExecutor) -> None:
+        parts: dict[str, Any] = dict.fromkeys(("lease", "wiring", "started_as"))
+        run = RankRun(plan=SimpleNamespace(model="tiny"), rank=0, **parts)  # type: ignore[arg-type]
+        with pytest.raises(EngineError, match="has been stopped"):
+            _ = run.http
+        run.session = dialled_session(lambda _: socket.socket(), pool)
+        assert run.http is run.session
+        await run.session.close()
+        with pytest.raises(EngineError, match="rank 0 of tiny: its engine has been stopped"):
+            _ = run.http
+
+    with ThreadPoolExecutor(1) as pool:
+        asyncio.run(ask(pool))
 
 
 class Attempts:

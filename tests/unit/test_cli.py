@@ -17,7 +17,7 @@ import pytest
 from samples import NODES
 
 import shardbox
-from shardbox import NodeConfig, UsageError, node_name
+from shardbox import NodeConfig, UsageError, has_ended, node_name, one_node_only
 
 SECRET = "hunter2-correct-horse-battery"
 PROGRAM = [sys.executable, str(Path(shardbox.__file__))]
@@ -669,3 +669,13 @@ def test_status_read_without_click_is_read_as_click_does(words: str) -> None:
         assert re.search(r"=|timeout|--config$|--config --json|-x|surplus|-- ", words)
     else:
         assert found == shardbox.build_cli().commands["status"].make_context("status", args).params
+
+
+def test_end_of_a_node_is_seen_without_writing(tmp_path: Path) -> None:
+    """`down` wrote the lock file of a node whose state folder had become read-only, and ended with a traceback."""
+    assert has_ended(str(tmp_path))
+    with one_node_only(str(tmp_path), "alpha"):
+        before = (tmp_path / "lock").read_bytes()
+        assert not has_ended(str(tmp_path))
+        assert (tmp_path / "lock").read_bytes() == before == b"%d" % os.getpid()
+    assert has_ended(str(tmp_path))

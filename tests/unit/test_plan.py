@@ -742,7 +742,7 @@ def test_plan_beside_one_box_says_what_a_ring_costs() -> None:
     found = plan(linked("abcd", {"ab": 0.2}))
     text = speed_text(found)
     assert text.startswith(f"predicted {found.token_s * 1000:.3g} ms a token (")
-    assert f"; {found.alone} alone, had it the memory, " in text
+    assert f"; on {found.alone} alone, where it fits there, " in text
     assert found.alone_s < found.token_s
     assert speed_text(replace(found, token_s=0.0)) == ""
 
