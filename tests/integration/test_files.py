@@ -35,6 +35,7 @@ from shardbox import (
     ListedFile,
     Listing,
     Pace,
+    SealedStream,
     Snapshot,
     pick_chunk,
     place_in,
@@ -43,7 +44,7 @@ from shardbox import (
 __all__ = ["hosts"]  # a fixture, found by its name
 
 MakeLan = Callable[..., contextlib.AbstractContextManager[Lan]]
-Serve = Callable[[socket.socket], None]
+Serve = Callable[[SealedStream], None]
 SIZE = 2 * CHUNK_BYTES + 5 * MIB
 NAME = "models/tiny.gguf"
 FREELY = Pace(0, lambda: False)
@@ -71,19 +72,30 @@ class Hooked(Pace):
         self.sent, self.before = 0, before
 
     def spend(self, count: int) -> None:
-        self.sent += 1
-        self.before(self.sent)
+        before, self.sent = self.sent // MIB, self.sent + count
+        if self.sent // MIB > before:
+            self.before(self.sent // MIB)
 
 
 def giver(path: Path, listing: Listing, pace: Pace = FREELY) -> Giver:
     return Giver(listing, [str(path)], pace)
 
 
-def connecting(serves: Mapping[str, Serve]) -> Callable[[str], socket.socket]:
+def streams(keys: tuple[bytes, bytes] | None = None) -> tuple[SealedStream, SealedStream]:
+    """Both ends of a connection."""
+    near, far = socket.socketpair()
+    back = keys and keys[::-1]
+    return (
+        SealedStream(near, peer="near", service="file/x", keys=keys, dead_peer_s=20),
+        SealedStream(far, peer="far", service="file/x", keys=back, dead_peer_s=20),
+    )
+
+
+def connecting(serves: Mapping[str, Serve]) -> Callable[[str], SealedStream]:
     """Connections to such givers, each answered in a thread."""
 
-    def connect(name: str) -> socket.socket:
-        near, far = socket.socketpair()
+    def connect(name: str) -> SealedStream:
+        near, far = streams()
         threading.Thread(target=serves[name], args=(near,), daemon=True).start()
         return far
 
@@ -371,9 +383,10 @@ def test_eight_takers_pass_chunks_on_so_that_the_giver_sends_little_more_than_on
     giving = giver(source, listed, Pace(64 * MIB, lambda: False))
     copies: dict[str, Copy] = {}
 
-    def serve(name: str, sock: socket.socket) -> None:
-        found = copies[name].giver
-        sock.close() if found is None else found.serve(sock)
+    def serve(name: str, stream: SealedStream) -> None:
+        with stream:
+            if (found := copies[name].giver) is not None:
+                found.serve(stream)
 
     serves: dict[str, Serve] = {"source": giving.serve}
     for n in range(8):
