@@ -4347,6 +4347,7 @@ class SealedStream(SealedLink):
             (self._sealer, _, self._sealed), (self._opener, _, self._came) = self._tools(0), self._tools(1)
 
     def __enter__(self) -> SealedStream:
+        _let_the_waker_go_on()
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -4385,7 +4386,8 @@ class SealedStream(SealedLink):
             got = self._moved(self._wire, self._wire.recv_into, self._buffer)
             self._opened, self._ended = self._buffer[:got], not got
             return
-        got, came = self._moved(self._wire, self._wire.recv_into, self._came[self._have :]), self._came
+        came = self._came
+        got = self._moved(self._wire, self._wire.recv_into, came[self._have :])
         if not got:
             raise ConnectionResetError(f"{self.peer} broke the connection: cut off")
         have = self._have + got

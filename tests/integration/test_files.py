@@ -81,9 +81,16 @@ def giver(path: Path, listing: Listing, pace: Pace = FREELY) -> Giver:
     return Giver(listing, [str(path)], pace)
 
 
+def connected() -> tuple[socket.socket, socket.socket]:
+    """Both ends of a connection on loopback."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        near = socket.create_connection(listener.getsockname())
+        return near, listener.accept()[0]
+
+
 def streams(keys: tuple[bytes, bytes] | None = None) -> tuple[SealedStream, SealedStream]:
     """Both ends of a connection."""
-    near, far = socket.socketpair()
+    near, far = connected()
     back = keys and keys[::-1]
     return (
         SealedStream(near, peer="near", service="file/x", keys=keys, dead_peer_s=20),
@@ -142,6 +149,61 @@ def test_takers_of_one_giver_get_each_chunk_once_before_any_twice() -> None:
         got.append(pick_chunk((1 << 12) - 1, counts))
         counts[got[-1]] += 1
     assert sorted(got) == [*range(12)]
+
+
+# --- streams ---
+
+KEYS = (b"a" * 32, b"b" * 32)
+
+
+@pytest.mark.parametrize("keys", [KEYS, None])
+def test_stream_gives_what_went_in_and_then_its_end(keys: tuple[bytes, bytes] | None) -> None:
+    data = random.Random(2).randbytes(3 * MIB + 17)
+    near, far = streams(keys)
+
+    def send() -> None:
+        with near:
+            near.sendall(data)
+            near.sendall(b"")  # is no end
+
+    sender = threading.Thread(target=send)
+    sender.start()
+    got = bytearray()
+    with far:
+        while len(got) < len(data):
+            got += far.read(1 + len(got))
+            assert len(got) <= len(data)
+        sender.join()
+        if keys is None:
+            assert not far.read(1)
+        else:  # bytes that just stop may have been cut off
+            with pytest.raises(ConnectionResetError):
+                far.read(1)
+    assert got == data
+
+
+def test_stream_whose_bytes_were_changed_delivers_none_of_them() -> None:
+    near, far = connected()
+    with near, SealedStream(far, peer="far", service="file/x", keys=KEYS, dead_peer_s=20) as stream:
+        near.sendall(bytes(3) + b"\x05" + bytes(5 + 16))
+        with pytest.raises(ConnectionAbortedError, match="changed on the way"):
+            stream.read(10)
+
+
+def test_stream_that_stands_still_says_so_and_one_that_is_closed_ends_its_reader() -> None:
+    near, far = streams(KEYS)
+    with near, far:
+        near.silent_s = 0.5
+        with pytest.raises(TimeoutError, match="nothing moved"):
+            near.read(1)
+        timer = threading.Timer(0.2, near.close, ["no longer wanted"])
+        near.silent_s = 60
+        timer.start()
+        with pytest.raises(ConnectionAbortedError, match="no longer wanted"):
+            near.read(1)
+        timer.join()
+        with pytest.raises(ConnectionAbortedError, match="no longer wanted"):
+            near.sendall(bytes(64 * MIB))
 
 
 # --- where files may go ---
