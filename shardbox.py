@@ -1020,17 +1020,13 @@ class NodeFacts:
 
     def binary(self, role: str) -> BinaryFacts:
         """This node's binary for a role; one with a `problem` where there is none."""
-        for binary in self.binaries:
-            if binary.role == role:
-                return binary
-        return BinaryFacts(role=role, problem="not looked for")
+        unknown = BinaryFacts(role=role, problem="not looked for")
+        return next((binary for binary in self.binaries if binary.role == role), unknown)
 
     def model(self, name: str) -> ModelFacts:
         """This node's copy of a model; one with a `problem` where there is none."""
-        for model in self.models:
-            if model.name == name:
-                return model
-        return ModelFacts(name=name, problem="not in this node's configuration")
+        unknown = ModelFacts(name=name, problem="not in this node's configuration")
+        return next((model for model in self.models if model.name == name), unknown)
 
 
 # ======================================================================================================
@@ -1488,7 +1484,7 @@ class Costs:
 
     layer_bytes: tuple[int, ...]  # weights
     kv_bytes: tuple[int, ...]  # KV cache of each layer over the whole context
-    upto: tuple[int, ...]  # weights and KV cache of all layers before this one
+    sizes: tuple[int, ...]  # of each layer, both together
     ends_bytes: int  # embedding and output, held by the leader
     graph_bytes: int  # compute buffer of one window
     leader_buffer_bytes: int  # what the leader has beside it, for both ends and the answers
@@ -1505,7 +1501,7 @@ class Costs:
     @property
     def total_bytes(self) -> int:
         """All of it on one node."""
-        return self.fixed_bytes(leader=True) + self.upto[-1]
+        return self.fixed_bytes(leader=True) + sum(self.sizes)
 
 
 def model_costs(shape: ModelShape, context: int, slots: int = 1) -> Costs:
@@ -1524,11 +1520,10 @@ def model_costs(shape: ModelShape, context: int, slots: int = 1) -> Costs:
     words = VOCAB_TOKEN_BYTES[shape.merges]
     values = shape.kv_values or (shape.kv_heads * (shape.key_width + shape.value_width),) * shape.layers
     kv_bytes = tuple(2 * context * count for count in values)
-    both = [weights + kv for weights, kv in zip(shape.layer_bytes, kv_bytes, strict=True)]
     return Costs(
         layer_bytes=shape.layer_bytes,
         kv_bytes=kv_bytes,
-        upto=tuple(itertools.accumulate(both, initial=0)),
+        sizes=tuple(map(sum, zip(shape.layer_bytes, kv_bytes, strict=True))),
         ends_bytes=shape.embedding_bytes + shape.output_bytes,
         graph_bytes=4 * batch * context + max(scores + 4 * inner, forward) + 128 * KIB,
         leader_buffer_bytes=4 * (batch + slots + 1) * shape.vocab + 2 * outer + 128 * KIB,
@@ -1669,9 +1664,8 @@ def _copy_that_counts(field: _Field, model: ModelConfig) -> ModelFacts:
     config, allowed = field.config, dict.fromkeys(model.nodes or tuple(model.layers) or field.facts)
     copies = {name: field.copy(name, model.name) for name in field.facts}
     whole = {name: copy for name, copy in copies.items() if copy.shape is not None and not copy.problem}
-    whole = {name: copy for name, copy in whole.items() if name in allowed} or (
-        whole if config.cluster.copy_models else {}
-    )
+    inside = {name: copy for name, copy in whole.items() if name in allowed}
+    whole = inside or (whole if config.cluster.copy_models else {})
     if not whole:
         if config.engine.kind == "rehearsal" and model.rehearse:
             return ModelFacts(name=model.name, shape=rehearsed_shape(model.rehearse, model.name))
@@ -1682,12 +1676,8 @@ def _copy_that_counts(field: _Field, model: ModelConfig) -> ModelFacts:
     root = root or most_common_root(whole.values())
     wanted = next((copy for copy in whole.values() if copy.root == root), next(iter(whole.values())))
     takers = [name for name, copy in copies.items() if name in allowed and to_fetch(config, model, copy, wanted)]
-    if (
-        len({copy.root for copy in whole.values() if copy.root}) > 1
-        and takers
-        and not model.sha256
-        and model.leader not in whole
-    ):
+    disputed = len({copy.root for copy in whole.values() if copy.root}) > 1
+    if disputed and takers and not model.sha256 and model.leader not in whole:
         held = ", ".join(f"{name} has {copy.root[:8]}" for name, copy in whole.items() if copy.root)
         what = f"{takers[0]} has to fetch {model.path}, but the copies differ: {held}"
         raise _plan_error(model, what, "say which one is right: `sha256` of the model, as sha256sum prints it")
@@ -1777,19 +1767,9 @@ def _good_order(costs: Sequence[Sequence[int]]) -> list[int]:
 # --- one model -----------------------------------------------------------------------------------------
 
 
-def plan_model(
-    config: Config,
-    model: ModelConfig,
-    facts: Sequence[NodeFacts],
-    taken: Mapping[str, int] = {},
-    gpu_taken: Mapping[str, int] = {},
-) -> ModelPlan:
-    """The plan for one model on these nodes. `taken`: bytes of memory, `gpu_taken`: of cards, that models placed before
-    use, by node. Raises PlanError saying what is missing, and by how much."""
-    return _timed(_placed(_look_over(config, facts), model, taken, gpu_taken), {node.name: node for node in facts})
-
-
 def _placed(field: _Field, model: ModelConfig, taken: Mapping[str, int], gpu_taken: Mapping[str, int]) -> ModelPlan:
+    """Where one model goes, without times. `taken`: bytes of memory, `gpu_taken`: of cards, that models placed before
+    use, by node. Raises PlanError saying what is missing, and by how much."""
     wanted = _copy_that_counts(field, model)
     shape = typing.cast(ModelShape, wanted.shape)
     context = model.slots * (-(-model.context // CONTEXT_STEP) * CONTEXT_STEP)
@@ -1801,25 +1781,21 @@ def _placed(field: _Field, model: ModelConfig, taken: Mapping[str, int], gpu_tak
             left_out[name] = problem
         else:
             rooms.append(node_room(field.entries[name], node, taken.get(name, 0), gpu_taken.get(name, 0)))
-    small = [room for room in rooms if room.total_bytes < least]
-    if len(small) < len(rooms) and not model.layers:  # one that could hold nothing stands in nobody's way
-        part = format_size(least)
-        for room in small:
-            free = format_size(room.total_bytes)
-            left_out[room.node] = f"no room: {free} free here, the least part takes {part}"
-        rooms = [room for room in rooms if room.total_bytes >= least]
+    large = [room for room in rooms if room.total_bytes >= least]
+    if large and not model.layers:  # one that could hold nothing stands in nobody's way
+        for room in rooms:
+            if room.total_bytes < least:
+                free = f"{format_size(room.total_bytes)} free here"
+                left_out[room.node] = f"no room: {free}, the least part takes {format_size(least)}"
+        rooms = large
     fetch = {room.node: to_fetch(field.config, model, field.copy(room.node, model.name), wanted) for room in rooms}
     rooms.sort(key=lambda room: (fetch[room.node] > 0, -coarse(room.total_bytes), room.node))  # who has it goes first
-    draft = _Draft(
-        field=field, model=model, shape=shape, costs=costs, context=context, rooms=rooms, left_out=left_out, fetch=fetch
-    )
+    draft = _Draft(field=field, model=model, shape=shape, costs=costs, rooms=rooms, left_out=left_out, fetch=fetch)
     ring, cycles, reason = draft.by_hand() if model.layers else draft.single() or draft.ring()
-    used = {room.node for room, _ in ring}
-    left_out |= {
-        room.node: f"not needed: fewer ranks are faster ({format_size(room.total_bytes)} free here)"
-        for room in rooms
-        if room.node not in used
-    }
+    for room in rooms:
+        left_out[room.node] = f"not needed: fewer ranks are faster ({format_size(room.total_bytes)} free here)"
+    for room, _ in ring:
+        del left_out[room.node]
     return ModelPlan(
         model=model.name,
         block=field.config.models.index(model),
@@ -1830,7 +1806,7 @@ def _placed(field: _Field, model: ModelConfig, taken: Mapping[str, int], gpu_tak
         cycles=cycles,
         root=wanted.root,
         left_out=left_out,
-        ranks=tuple(replace(rank, copy_bytes=fetch.get(rank.node, 0)) for rank in draft.ranks(ring, cycles)),
+        ranks=draft.ranks(ring, cycles),
     )
 
 
@@ -1845,7 +1821,6 @@ class _Draft:
     model: ModelConfig
     shape: ModelShape
     costs: Costs
-    context: int
     rooms: list[Room]
     left_out: dict[str, str]
     fetch: dict[str, int]  # node -> bytes of the file that it has to fetch first
@@ -1864,21 +1839,20 @@ class _Draft:
 
     def single(self) -> tuple[_Ring, int, str] | None:
         """One node that can lead, when it all fits there: the fastest as far as is known, else the roomiest."""
-        layers = self.shape.layers
-        roomy = [room for room in self.leaders() if room.total_bytes >= self.costs.total_bytes]
+        layers, need = self.shape.layers, self.costs.total_bytes
+        roomy = [room for room in self.leaders() if room.total_bytes >= need]
         fitting = [room for room in roomy if self.free([(room, layers)])[0] >= 0]
         if not fitting:
             return None
 
         def slowness(room: Room) -> tuple[bool, float]:
             facts = self.field.facts[room.node]
-            gpu = fit_gpu(self.sizes([(0, layers)]), layers, self.gpu_room(room))[0]
+            gpu = fit_gpu(self.costs.sizes, layers, self.gpu_room(room))[0]
             seconds = compute_s(self.shape, facts, facts.cores, range(layers), gpu, leads=True)
             return self.fetch[room.node] > 0, coarse(int(seconds * 1e9)) if seconds else math.inf
 
         room = min(fitting, key=slowness)
-        need = format_size(self.costs.total_bytes)
-        fits = f"fits on {room.node} alone ({need} of {format_size(room.total_bytes)})"
+        fits = f"fits on {room.node} alone ({format_size(need)} of {format_size(room.total_bytes)})"
         return [(room, layers)], 1, f"{fits}: not worth splitting, a ring would be slower"
 
     def by_hand(self) -> tuple[_Ring, int, str]:
@@ -1955,7 +1929,7 @@ class _Draft:
         return None
 
     def first_shares(self, rooms: list[Room]) -> list[int]:
-        layers, layer = self.shape.layers, max(1, self.costs.upto[-1] // self.shape.layers)
+        layers, layer = self.shape.layers, max(1, sum(self.costs.sizes) // self.shape.layers)
         spare = [room.total_bytes - self.costs.fixed_bytes(leader=n == 0) for n, room in enumerate(rooms)]
         if min(spare) <= 0 or len(rooms) > layers:
             return []
@@ -1986,21 +1960,16 @@ class _Draft:
                 return None
             ring = list(zip(rooms, largest_remainder(-(-layers // cycles), spare), strict=True))
             needs = [
-                sum(costs.kv_bytes[n] for start, count in its for n in range(start, start + count))
-                + (2 * window * max(costs.layer_bytes) if able else 0)
-                for its, (_, window) in zip(self.pieces(ring), ring, strict=True)
+                sum(costs.kv_bytes[n] for n in held) + (2 * window * max(costs.layer_bytes) if able else 0)
+                for held, (_, window) in zip(self.held(ring), ring, strict=True)
             ]
             if all(need <= have for need, have in zip(needs, spare, strict=True)):
                 return ring, cycles
         return None
 
-    def pieces(self, ring: _Ring) -> list[list[tuple[int, int]]]:
+    def held(self, ring: _Ring) -> list[list[int]]:
+        """Each rank's layers."""
         return segments([window for _, window in ring], self.shape.layers)
-
-    def sizes(self, pieces: Sequence[tuple[int, int]]) -> list[int]:
-        """Weights and KV cache of each of these layers."""
-        costs = self.costs
-        return [costs.upto[n + 1] - costs.upto[n] for start, count in pieces for n in range(start, start + count)]
 
     def gpu_room(self, room: Room) -> int:
         """Bytes of a card for whole layers: each engine on it also has its compute buffer there."""
@@ -2008,11 +1977,11 @@ class _Draft:
 
     def free(self, ring: _Ring, cycles: int = 1) -> list[int]:
         """What each node has left, in bytes; negative: too much. A part of a layer's room on a card is no use."""
-        result, costs = [], self.costs
-        for rank, ((room, window), pieces) in enumerate(zip(ring, self.pieces(ring), strict=True)):
-            need = sum(costs.upto[start + count] - costs.upto[start] for start, count in pieces)
-            on_card = fit_gpu(self.sizes(pieces), window, self.gpu_room(room))[1] if room.gpu_bytes else 0
-            result.append(room.ram_bytes + on_card - costs.fixed_bytes(rank == 0, cycles) - need)
+        result = []
+        for rank, ((room, window), held) in enumerate(zip(ring, self.held(ring), strict=True)):
+            sizes = [self.costs.sizes[n] for n in held]
+            on_card = fit_gpu(sizes, window, self.gpu_room(room))[1]
+            result.append(room.ram_bytes + on_card - self.costs.fixed_bytes(rank == 0, cycles) - sum(sizes))
         return result
 
     def ranks(self, ring: _Ring, cycles: int) -> tuple[RankPlan, ...]:
@@ -2022,9 +1991,8 @@ class _Draft:
         if len(ring) == 1 and not self.model.leader:
             lead = "leads: holds it all"
         result = []
-        for rank, ((room, window), pieces) in enumerate(zip(ring, self.pieces(ring), strict=True)):
-            layers = [n for start, count in pieces for n in range(start, start + count)]
-            gpu_layers, gpu_bytes = fit_gpu(self.sizes(pieces), window, self.gpu_room(room))
+        for rank, ((room, window), layers) in enumerate(zip(ring, self.held(ring), strict=True)):
+            gpu_layers, gpu_bytes = fit_gpu([costs.sizes[n] for n in layers], window, self.gpu_room(room))
             why = self.field.workers.get(room.node, "window by usable memory") if rank else lead
             result.append(
                 RankPlan(
@@ -2042,22 +2010,22 @@ class _Draft:
                     free_bytes=max(0, free[rank]),
                     threads=self.field.entries[room.node].engine.threads or self.field.facts[room.node].cores,
                     why=f"{why} ({room.note})",
+                    copy_bytes=self.fetch[room.node],
                 )
             )
         return tuple(result)
 
 
-def segments(windows: Sequence[int], layers: int) -> list[list[tuple[int, int]]]:
-    """Each rank's pieces of the model as (first layer, how many): rank 1 starts and the leader ends a round, and rounds
-    go on until the layers are used up (measured on Prima bdf9d8e7)."""
-    pieces: list[list[tuple[int, int]]] = [[] for _ in windows]
+def segments(windows: Sequence[int], layers: int) -> list[list[int]]:
+    """Each rank's layers: rank 1 starts and the leader ends a round, and rounds go on until the layers are used up
+    (measured on Prima bdf9d8e7)."""
+    held: list[list[int]] = [[] for _ in windows]
     done, turns = 0, itertools.cycle([*range(1, len(windows)), 0])
     while done < layers:
         rank = next(turns)
-        count = min(windows[rank], layers - done)
-        pieces[rank].append((done, count))
-        done += count
-    return pieces
+        held[rank] += range(done, min(done + windows[rank], layers))
+        done += windows[rank]
+    return held
 
 
 def largest_remainder(total: int, weights: Sequence[int]) -> list[int]:
@@ -2084,31 +2052,21 @@ def fit_gpu(sizes: Sequence[int], window: int, room: int) -> tuple[int, int]:
 def _timed(plan: ModelPlan, facts: Mapping[str, NodeFacts]) -> ModelPlan:
     """The plan with what a token will take, rank by rank, and on one box that held it all."""
     shape, ranks = plan.shape, []
-    pieces = segments([rank.window for rank in plan.ranks], plan.layers)
-    for rank, its in zip(plan.ranks, pieces, strict=True):
+    for rank, layers in zip(plan.ranks, segments([rank.window for rank in plan.ranks], plan.layers), strict=True):
         here, after = facts[rank.node], facts[plan.ranks[(rank.rank + 1) % plan.world].node]
-        layers = [n for start, count in its for n in range(start, start + count)]
-        gpu = rank.gpu_layers * len(its)
+        gpu = min(len(layers), rank.gpu_layers * plan.cycles)
         seconds = 0.0 if plan.paged_bytes else compute_s(shape, here, rank.threads, layers, gpu, rank.rank == 0)
         hop_s = HOP_S + hop_ns(here, after, 4 * shape.width) / 1e9 if plan.world > 1 else 0.0
         ranks.append(replace(rank, compute_s=seconds, hop_s=hop_s))
     known = all(rank.compute_s or facts[rank.node].engine_kind == "rehearsal" for rank in ranks)
     total = sum(rank.compute_s for rank in ranks) + plan.cycles * sum(rank.hop_s for rank in ranks)
-    alone = {
-        rank.node: compute_s(shape, facts[rank.node], rank.threads, range(plan.layers), 0, leads=True) for rank in ranks
-    }
-    fastest = min(
-        (node for node, seconds in alone.items() if seconds), key=lambda node: (alone[node], node), default=""
-    )
-    if plan.world == 1:
-        fastest, alone[fastest] = (plan.leader, total) if known and total else ("", 0.0)
-    return replace(
-        plan,
-        ranks=tuple(ranks),
-        token_s=total if known and not plan.paged_bytes else 0.0,
-        alone=fastest,
-        alone_s=alone.get(fastest, 0.0),
-    )
+    alone = [(total if known else 0.0, plan.leader)]
+    if plan.world > 1:
+        everything = range(plan.layers)
+        alone = [(compute_s(shape, facts[rank.node], rank.threads, everything, 0, True), rank.node) for rank in ranks]
+    alone_s, fastest = min((pair for pair in alone if pair[0]), default=(0.0, ""))
+    token_s = total if known and not plan.paged_bytes else 0.0
+    return replace(plan, ranks=tuple(ranks), token_s=token_s, alone=fastest, alone_s=alone_s)
 
 
 # --- all models ----------------------------------------------------------------------------------------
@@ -2119,17 +2077,17 @@ def plan_all(
 ) -> dict[str, ModelPlan | PlanError]:
     """A plan or the reason against it for each model, in the TOML's order; `placed` are rings that run
     already and keep what they have."""
-    placed, taken = placed or {}, Counter[str]()
+    placed, field = placed or {}, _look_over(config, facts)
     blocks = {plan.block for plan in placed.values()}  # the TOML's order may have changed since
+    taken, holders = Counter[str](), Counter[str]()
     gpu_taken = Counter[str]()  # not of `placed`: what NVML calls free is already without it
-    field, holders = _look_over(config, facts), dict[str, int]()
     result: dict[str, ModelPlan | PlanError] = {}
 
     def take(plan: ModelPlan) -> None:
         for rank in plan.ranks:
             need = rank.weights_bytes + rank.kv_bytes + rank.buffer_bytes - rank.gpu_bytes - rank.paged_bytes
             taken[rank.node] += need
-            holders[plan.model] = holders.get(plan.model, 0) + need
+            holders[plan.model] += need
 
     for plan in placed.values():
         take(plan)
