@@ -467,8 +467,11 @@ def test_box_without_the_model_fetches_it_before_the_ring_forms(hosts: MakeLan) 
         alpha, beta = lan.up("alpha", "beta")
         whole = write_model(file_of(alpha), SIZE).read_bytes()
 
-        seen = alpha.wait_status(lambda snapshot: snapshot.copies or serves(snapshot), "beta is copying")
-        assert serves(seen) or (seen.copies[0].node, seen.copies[0].model) == ("beta", "tiny")
+        def on_way(snapshot: Snapshot) -> set[tuple[str, str]]:
+            return {(view.node, view.model) for view in snapshot.copies if view.state == "copying"}
+
+        seen = alpha.wait_status(lambda snapshot: on_way(snapshot) or serves(snapshot), "beta is copying")
+        assert serves(seen) or on_way(seen) == {("beta", "tiny")}
         alpha.wait_status(serves, "the ring serves", 90)
 
         assert file_of(beta).read_bytes() == whole
