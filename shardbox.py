@@ -6525,7 +6525,7 @@ class Peers:
         """Where to reach a node now. Raises MeshError where it never answered."""
         peer = self.known.get(name)
         if peer is None or peer.target is None:
-            raise MeshError("never seen", where=name)
+            raise MeshError("never seen", where=name, hint="`shardbox nodes` shows who is there")
         return peer.target
 
     def dial(self, name: str, service: str) -> SealedLink:
@@ -10103,7 +10103,7 @@ def cmd_check(config: Config, name: str, as_json: bool) -> int:
     secret = read_secret(config)
     try:
         reply = ask_node(config, name, "GET", "/check")
-        found = check_box(config, from_json(NodeFacts, reply["facts"][0], "facts"))
+        found = check_box(config, *(from_json(NodeFacts, item, "facts") for item in reply["facts"]))
     except NodeDown:
         facts = survey_once(config, name)
         found = [*check_box(config, facts), *check_own_ports(config, facts)]
@@ -10127,20 +10127,37 @@ def finding(subject: str, problem: str, good: str = "", *, hint: str = "", level
     return {"level": level if problem else "ok", "what": subject + (problem or good), "hint": hint}
 
 
-def check_box(config: Config, facts: NodeFacts) -> list[dict[str, str]]:
-    """This box alone: binaries, models, memory, isolation, addresses."""
+def finding_of(subject: str, part: BinaryFacts | ModelFacts, good: str, givers: list[str] | None) -> dict[str, str]:
+    """An engine or a model here. One that is not is no fault where `up` fetches it: from these, or, where there are
+    none, from a box that is not up yet; None: it does not."""
+    if part.path or givers is None:
+        return finding(subject, part.problem, good, hint=part.hint)
+    if givers:
+        return finding(subject, "", f"not here; {' or '.join(givers)} gives it when it is needed")
+    return finding(
+        subject, part.problem, hint=f"`up` fetches it from a box that has it; else {part.hint}", level="warn"
+    )
+
+
+def check_box(config: Config, facts: NodeFacts, *others: NodeFacts) -> list[dict[str, str]]:
+    """This box: binaries, models (which others may give it), memory, isolation, addresses."""
     rehearsal = config.engine.kind == "rehearsal"
     found = [finding(f"{config.file} is well-formed (hash {config.hash})", "")]
     for binary in facts.binaries:
         path = binary.path or ROLE_BINARIES[binary.role]
-        found.append(finding(f"{binary.role} binary {path}: ", binary.problem, binary.version, hint=binary.hint))
+        alike = [node for node in others if node.platform == facts.platform and node.binary(binary.role).version]
+        givers = [node.name for node in alike] if config.engine.share else None
+        found.append(finding_of(f"{binary.role} binary {path}: ", binary, binary.version, givers))
     if rehearsal:
         found.append(finding('engine kind is "rehearsal": ', "no model will be loaded", level="warn"))
     for copy in facts.models:
         model = config.model(copy.name)
-        level = "warn" if rehearsal and model is not None and model.rehearse is not None else "fail"
         good = f"{copy.path}, {format_size(copy.size_bytes)}"
-        found.append(finding(f"model {copy.name}: ", copy.problem, good, hint=copy.hint, level=level))
+        given = {node.name: node.model(copy.name) for node in others if not node.model(copy.name).problem}
+        fits = config.cluster.copy_models and all(theirs.size_bytes <= copy.room_bytes for theirs in given.values())
+        found.append(finding_of(f"model {copy.name}: ", copy, good, [*given] if fits else None))
+        if rehearsal and model is not None and model.rehearse is not None and copy.problem:
+            found[-1]["level"] = "warn"
     memory, note = facts.memory, f" ({facts.gpu_note})" if facts.gpu_note else ""
     good = f"{format_size(memory.available_bytes)} of {format_size(memory.total_bytes)} available ({memory.source})"
     found.append(finding(f"memory: {good}; {len(facts.gpus)} GPUs{note}", ""))
@@ -10548,8 +10565,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         format="%(asctime)s %(levelname)s %(message)s",
         datefmt="%H:%M:%S",
     )
-    code = run_command(args)
+    code = 1
     try:
+        code = run_command(args)
         print(end="", flush=True)
     except BrokenPipeError:  # its reader has left: nobody to complain to, also not at exit
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
