@@ -2645,7 +2645,7 @@ class CopyView:
 
     model: str
     node: str
-    state: str  # copying | done | failed
+    state: str  # copying | done | failed; reading: the node hashes its own
     done_bytes: int = 0
     size_bytes: int = 0
     bytes_per_s: float = 0.0
@@ -2655,10 +2655,11 @@ class CopyView:
 
 
 def copy_text(view: CopyView) -> str:
-    """How far a copy is, in words."""
+    """How far a copy is, or the reading of one, in words."""
     if view.state == "failed":
         return f"{view.node}: {view.problem}"
-    text = f"{view.node} has {100 * view.done_bytes // max(1, view.size_bytes)} % of {format_size(view.size_bytes)}"
+    has = "has read" if view.state == "reading" else "has"
+    text = f"{view.node} {has} {100 * view.done_bytes // max(1, view.size_bytes)} % of {format_size(view.size_bytes)}"
     if not view.size_bytes:
         return f"{view.node} asks for it"
     if view.bytes_per_s:
@@ -2986,6 +2987,26 @@ def write_atomic(path: str, data: bytes) -> None:
     os.replace(draft, path)
 
 
+Spend: TypeAlias = Callable[[int], None]  # asked before so many bytes are read or sent
+
+
+def freely(_: int) -> None:
+    """Wait for nothing."""
+
+
+def hash_range(file: int, start: int, size: int, spend: Spend = freely) -> str:
+    """SHA-256 of a part of an open file, of what is there if it is shorter."""
+    found, end = hashlib.sha256(), start + size
+    while start < end:
+        spend(min(MIB, end - start))
+        data = os.pread(file, min(MIB, end - start), start)
+        if not data:
+            break
+        found.update(data)
+        start += len(data)
+    return found.hexdigest()
+
+
 class HashCache:
     """Content hashes of files, kept in `hashes.json` in the state folder; losing it costs time only. An entry counts
     while path, size, mtime and inode are the same. Safe to use from several threads."""
@@ -2997,34 +3018,32 @@ class HashCache:
         with contextlib.suppress(OSError, ValueError, TypeError, AttributeError), open(self._file, "rb") as file:
             self._entries = {key: list(entry) for key, entry in json.load(file).items()}
 
-    def file_sha256(self, path: str) -> str:
-        """SHA-256 of a file as sha256sum prints it. Raises GgufError where it cannot be read whole."""
-        return str(self._cached("file", path, lambda file, _: [hashlib.file_digest(file, "sha256").hexdigest()])[3])
-
-    def file_hashes(self, path: str, *, progress: Callable[[int], None], stop: Callable[[], bool]) -> tuple[str, ...]:
-        """SHA-256 of each CHUNK_BYTES of a file. `progress` gets the bytes done so far; `stop` is asked once a MiB.
-        Raises ShardboxError when stopped, GgufError when the file cannot be read or changes meanwhile."""
+    def file_sha256(self, path: str, spend: Spend = freely, *, again: bool = False) -> str:
+        """SHA-256 of a file as sha256sum prints it. `spend` and errors: as file_hashes."""
 
         def compute(file: BufferedReader, size: int) -> list[str]:
-            hashes = []
-            for start in range(0, size, CHUNK_BYTES):
-                chunk = hashlib.sha256()
-                for _ in range(CHUNK_BYTES // MIB):
-                    if stop():
-                        raise ShardboxError("hashing was stopped", where=path)
-                    chunk.update(file.read(MIB))
-                hashes.append(chunk.hexdigest())
-                progress(min(size, start + CHUNK_BYTES))
-            return hashes
+            return [hash_range(file.fileno(), 0, size, spend)]
 
-        size, _, _, *hashes = self._cached("chunks", path, compute)
-        progress(size)
-        return tuple(hashes)
+        return str(self._cached("file", path, compute, again)[3])
 
-    def known(self, path: str) -> tuple[str, ...] | None:
-        """The chunk hashes of a file that has not changed since they were made; None without."""
+    def file_hashes(self, path: str, spend: Spend = freely, *, again: bool = False) -> tuple[str, ...]:
+        """SHA-256 of each CHUNK_BYTES of a file, on all cores. `spend` is called by each of them before it reads so
+        many bytes: it may wait, and what it raises ends all. `again`: also what is known already. Raises GgufError
+        where the file cannot be read or changes meanwhile."""
+
+        def compute(file: BufferedReader, size: int) -> list[str]:
+            def chunk(start: int) -> str:
+                return hash_range(file.fileno(), start, min(CHUNK_BYTES, size - start), spend)
+
+            with ThreadPoolExecutor(os.cpu_count()) as pool:
+                return list(pool.map(chunk, range(0, size, CHUNK_BYTES)))
+
+        return tuple(self._cached("chunks", path, compute, again)[3:])
+
+    def known(self, path: str, kind: str = "chunks") -> tuple[str, ...] | None:
+        """The hashes of a file that has not changed since they were made; None without."""
         with contextlib.suppress(OSError), open(path, "rb") as file:
-            entry = self._entries.get(f"chunks {os.path.abspath(path)}", [])
+            entry = self._entries.get(f"{kind} {os.path.abspath(path)}", [])
             return tuple(entry[3:]) if entry[:3] == _identity(file) else None
         return None
 
@@ -3033,18 +3052,15 @@ class HashCache:
         with open(path, "rb") as file:
             self._keep(f"chunks {os.path.abspath(path)}", [*_identity(file), *hashes])
 
-    def forget(self, path: str) -> None:
-        """Read it again when asked next."""
-        for kind in ("chunks", "file"):
-            self._entries.pop(f"{kind} {os.path.abspath(path)}", None)
-
-    def _cached(self, kind: str, path: str, compute: Callable[[BufferedReader, int], list[str]]) -> list[Any]:
+    def _cached(
+        self, kind: str, path: str, compute: Callable[[BufferedReader, int], list[str]], again: bool
+    ) -> list[Any]:
         key = f"{kind} {os.path.abspath(path)}"
         try:
             with open(path, "rb") as file:
                 before = _identity(file)
                 entry = self._entries.get(key, [])
-                if entry[:3] == before:
+                if entry[:3] == before and not again:
                     return entry
                 entry = [*before, *compute(file, before[0])]
                 if _identity(file) != before:
@@ -3321,10 +3337,33 @@ def _matches(entry: str, name: str, ip: ipaddress.IPv4Address) -> bool:
 # ======================================================================================================
 
 
+class Reading:
+    """How far this box is with reading a model's files, and how fast. Any thread."""
+
+    def __init__(self, model: str, node: str, size: int) -> None:
+        self.model, self.node, self.size, self.done, self._lock = model, node, size, 0, threading.Lock()
+        self._marks = collections.deque([(time.monotonic(), 0)], maxlen=11)
+
+    def add(self, count: int) -> None:
+        """So many bytes more."""
+        with self._lock:
+            self.done, now = self.done + count, time.monotonic()
+            if now - self._marks[-1][0] > 0.5:
+                self._marks.append((now, self.done))
+
+    def view(self) -> CopyView:
+        """The rate is that of the last seconds."""
+        (then, before), (now, after) = self._marks[0], self._marks[-1]
+        rate = (after - before) / (now - then) if now > then else 0.0
+        return CopyView(model=self.model, node=self.node, state="reading", done_bytes=self.done, size_bytes=self.size,
+                        bytes_per_s=rate)  # fmt: skip
+
+
 class Surveyor:
     """Gathers this node's facts; what is slow (binaries, model files, hashing) only when it changed."""
 
     RECHECK_S = 10.0  # between two looks at model files, binaries and network addresses
+    SAY_S = 10.0  # between two lines in the log on a model that is being read
 
     def __init__(self, config: Config, name: str, folder: str, isolation: str, key: str = "") -> None:
         """`isolation`: "" or why engines cannot be closed in. `key`: this node's public one."""
@@ -3349,7 +3388,8 @@ class Surveyor:
         self._checked = 0.0
         self._left_out: tuple[str, ...] = ()  # addresses that are not used, each with its reason
         self._known: dict[str, tuple[Any, Any]] = {}  # probe -> what its files looked like, and what it said
-        self._progress: dict[str, int] = {}
+        self.readings: dict[str, Reading] = {}  # by first part
+        self.pace: Spend = freely  # waits while engines here are at work; see Node
         self._roots: dict[str, tuple[str, str]] = {}  # model -> (content hash, problem)
         self.receiving: dict[str, str] = {}  # model -> content hash of a copy that is coming in
         self._stop = threading.Event()
@@ -3391,9 +3431,7 @@ class Surveyor:
         if not found:
             return {"problem": "not here"}
         before, _ = self._roots.get(found, ("", ""))
-        for part in part_paths(found):
-            self._cache.forget(part)
-        self._hash([(found, model.sha256)])
+        self._hash([(found, model)], again=True)
         root, problem = self._roots[found]
         return {"path": found, "before": before, "root": root, "problem": problem}
 
@@ -3403,7 +3441,7 @@ class Surveyor:
         for path, its in zip(paths, hashes, strict=True):
             self._cache.remember(path, its)
         if model:
-            self._roots[paths[0]] = (self._content(paths[0]), "")
+            self._roots[paths[0]] = (root_hash(self._hashed(paths)), "")
         self._checked = 0.0
 
     def reload(self, config: Config) -> None:
@@ -3431,22 +3469,23 @@ class Surveyor:
         models = tuple(map(self._model, self._config.models))
         roles = ENGINE_ROLES if self._config.engine.kind == "prima" else ()
         if not (self._hasher and self._hasher.is_alive()):
-            wanted = {model.name: model.sha256 for model in self._config.models}
-            work = [(copy.path, wanted[copy.name]) for copy in models if copy.path and not copy.problem]
+            found = zip(models, self._config.models, strict=True)
+            work = [(copy.path, model) for copy, model in found if copy.path and not copy.problem]
             self._hasher = threading.Thread(target=self._hash, args=(work,), name="hash", daemon=True)
             self._hasher.start()
+        if self._stop.is_set():  # it reads nothing, only says what is known
+            self._hasher.join()
         binaries = tuple(map(self._binary, roles))
         self._engine_paths = []
         if self._config.engine.share:
             self._engine_paths = engine_files(binaries, engine_places(self._config, self._node, self._folder)[1])
         engine_root = root_hash(self._hashed(self._engine_paths)) if self._engine_paths else ""
-        found = replace(self._facts, addresses=addresses, models=models, binaries=binaries, engine_root=engine_root)
-        return replace(found, gpus=gpus, gpu_note=note, cores=probe_cores())
+        facts = replace(self._facts, addresses=addresses, models=models, binaries=binaries, engine_root=engine_root)
+        return replace(facts, gpus=gpus, gpu_note=note, cores=probe_cores())
 
-    def _hashed(self, paths: Sequence[str]) -> list[tuple[int, Sequence[str]]]:
-        """Size and chunk hashes of small files. Raises GgufError."""
-        read = functools.partial(self._cache.file_hashes, progress=lambda _: None, stop=self._stop.is_set)
-        return [(os.path.getsize(path), read(path)) for path in paths]
+    def _hashed(self, paths: Sequence[str], **how: Any) -> list[tuple[int, Sequence[str]]]:
+        """Size and chunk hashes of files; see HashCache.file_hashes."""
+        return [(os.path.getsize(path), self._cache.file_hashes(path, **how)) for path in paths]
 
     def _binary(self, role: str) -> BinaryFacts:
         engine = self._node.engine
@@ -3469,7 +3508,8 @@ class Surveyor:
 
     def _with_root(self, copy: ModelFacts) -> ModelFacts:
         root, problem = self._roots.get(copy.path, ("", ""))
-        hashed, receiving = self._progress.get(copy.path, 0), self.receiving.get(copy.name, "")
+        reading, receiving = self.readings.get(copy.path), self.receiving.get(copy.name, "")
+        hashed = copy.size_bytes * reading.done // reading.size if reading else 0
         found = replace(copy, root=root, problem=copy.problem or problem, hashed_bytes=hashed, receiving=receiving)
         return replace(found, room_bytes=coarse(self._room(copy.name))) if copy.problem else found
 
@@ -3490,45 +3530,61 @@ class Surveyor:
         missing = not all(map(os.path.exists, part_paths(whole))) if whole else True
         return found.f_bavail * found.f_frsize + drafts if missing else 0
 
-    def _hash(self, work: Sequence[tuple[str, Sequence[str]]]) -> None:
-        """In a thread: read new or changed files; unchanged ones come from the cache at once. `work`: first parts, and
-        what sha256sum must print for each part."""
-        for path, wanted in work:
+    def _hash(self, work: Sequence[tuple[str, ModelConfig]], again: bool = False) -> None:
+        """In a thread: read new or changed files, or all of them `again`; unchanged ones come from the cache at once.
+        `work`: first parts, each with its model."""
+        for path, model in work:
             root, problem = "", ""
             try:
-                root = self._content(path)
-                problem = self._contradiction(path, wanted)
+                with self._reading(path, model, again) as spend:
+                    root = root_hash(self._hashed(part_paths(path), spend=spend, again=again))
+                    problem = self._contradiction(path, model.sha256, spend, again)
             except (ShardboxError, OSError) as error:
                 problem = error.what if isinstance(error, ShardboxError) else f"cannot be read: {error.strerror}"
-            self._roots[path] = (root, problem)
-            if self._stop.is_set():
-                return
+            if root or not self._stop.is_set():
+                self._roots[path] = (root, problem)
 
-    def _contradiction(self, path: str, wanted: Sequence[str]) -> str:
+    @contextlib.contextmanager
+    def _reading(self, path: str, model: ModelConfig, again: bool) -> Iterator[Spend]:
+        """What is to be told of each MiB of a model's files that is read; `readings` has it meanwhile."""
+        parts, said_at = part_paths(path), time.monotonic()
+        work = [*((part, "chunks") for part in parts), *((part, "file") for part in parts if model.sha256)]
+        sizes = [os.path.getsize(part) for part, kind in work if again or self._cache.known(part, kind) is None]
+        reading = Reading(model.name, self._facts.name, sum(sizes))
+
+        def spend(count: int) -> None:
+            nonlocal said_at
+            if self._stop.is_set():
+                raise ShardboxError("reading was stopped", where=path)
+            self.pace(count)
+            reading.add(count)
+            if time.monotonic() - said_at > self.SAY_S:
+                said_at = time.monotonic()
+                log.info("model %s: %s", model.name, copy_text(reading.view()))
+
+        if reading.size:
+            self.readings[path] = reading
+        try:
+            yield spend
+        finally:
+            if self.readings.get(path) is reading:
+                del self.readings[path]
+
+    def _contradiction(self, path: str, wanted: Sequence[str], spend: Spend, again: bool) -> str:
         """Where a part is not what the TOML's `sha256` says; "" where all are."""
         parts = part_paths(path)
         if wanted and len(wanted) != len(parts):
             return f"it has {len(parts)} parts, the TOML's sha256 is of {len(wanted)}"
         for part, said in zip(parts, wanted, strict=False):
-            if (found := self._cache.file_sha256(part)) != said:
+            if (found := self._cache.file_sha256(part, spend, again=again)) != said:
                 return f"{part} has SHA-256 {found[:16]}..., the TOML says {said[:16]}..."
         return ""
 
-    def _content(self, path: str) -> str:
-        """The content hash over all parts; the progress counts on from part to part."""
-        hashes: list[tuple[int, Sequence[str]]] = []
-        for part in part_paths(path):
-
-            def note(count: int, before: int = sum(size for size, _ in hashes)) -> None:
-                self._progress[path] = before + count
-
-            chunks = self._cache.file_hashes(part, progress=note, stop=self._stop.is_set)
-            hashes.append((os.path.getsize(part), chunks))
-        return root_hash(hashes)
-
     def close(self) -> None:
-        """Stop reading; what is finished stays cached."""
+        """Read no model any more; what is finished stays cached."""
         self._stop.set()
+        if self._hasher:
+            self._hasher.join(2.0)  # a disk that hangs holds nobody up
 
 
 ENGINE_ROLES = ("leader", "worker")
@@ -4554,6 +4610,7 @@ GIVE_UP_S = 60.0  # a copy into which nothing came for so long has failed
 OFFER_WAIT_S = 1.0  # how long a giver waits for a chunk of its own to land before it says -1
 MAX_LISTING_BYTES = 32 * MIB
 TRICKLE_BYTES_PER_S = 4 * MIB  # of a copy on a box whose engine is answering
+READ_BYTES_PER_S = 16 * MIB  # to hash what is on the disk there: one core in thirty, or less
 _CHUNK_NUMBER = struct.Struct(">i")
 
 
@@ -4609,25 +4666,16 @@ def pick_chunk(offered: int, handed_out: Sequence[int]) -> int:
     return min(numbers, key=lambda n: (handed_out[n], n), default=-1)
 
 
-def chunk_hash(file: int, start: int, size: int) -> str:
-    """SHA-256 of a part of an open file, of what is there if it is shorter."""
-    found = hashlib.sha256()
-    while size > 0 and (data := os.pread(file, min(size, MIB), start)):
-        found.update(data)
-        start, size = start + len(data), size - len(data)
-    return found.hexdigest()
-
-
 class Pace:
     """What copies may take of this box while its engines answer, or always if a rate is set. Any thread."""
 
-    def __init__(self, limit: int | None, busy: Callable[[], bool]) -> None:
-        """`limit`: bytes a second; 0 for none; None: none but while engines answer."""
-        self._limit, self._busy, self._lock, self._next = limit, busy, threading.Lock(), 0.0
+    def __init__(self, limit: int | None, busy: Callable[[], bool], trickle: int = TRICKLE_BYTES_PER_S) -> None:
+        """`limit`: bytes a second; 0 for none; None: none, but `trickle` while engines answer."""
+        self._limit, self._busy, self._trickle, self._lock, self._next = limit, busy, trickle, threading.Lock(), 0.0
 
     def spend(self, count: int) -> None:
         """Wait until `count` more bytes may have been moved."""
-        rate = self._limit if self._limit is not None else TRICKLE_BYTES_PER_S if self._busy() else 0
+        rate = self._limit if self._limit is not None else self._trickle if self._busy() else 0
         if rate:
             with self._lock:
                 now = time.monotonic()
@@ -4740,7 +4788,7 @@ class Landing:
                 data = os.lseek(file, start, os.SEEK_DATA)
             except OSError as error:  # ENXIO: nothing but a hole from here to the end; else it cannot be told
                 data = start + size if error.errno == errno.ENXIO else start
-            return data < start + size and chunk_hash(file, start, size) == wanted
+            return data < start + size and hash_range(file, start, size) == wanted
 
         mine = [(n, chunk) for n, chunk in enumerate(self.chunks) if chunk[0] == number]
         with ThreadPoolExecutor(os.cpu_count()) as pool:
@@ -5278,7 +5326,7 @@ def pack_file(
     platform: str = "", model: str = "",
 ) -> StickFile:  # fmt: skip
     """Put one file on the stick, in pieces; those that are there already and right stay. Raises FileError, OSError."""
-    hashes = cache.file_hashes(path, progress=lambda _: None, stop=lambda: False)
+    hashes = cache.file_hashes(path)
     with open(path, "rb") as file:
         size, name = os.fstat(file.fileno()).st_size, stick_name(kind, target, platform, names)
         listing = piece_listing(size, hashes)
@@ -6435,7 +6483,7 @@ class Peers:
         """Where to reach a node now. Raises MeshError where it never answered."""
         peer = self.known.get(name)
         if peer is None or peer.target is None:
-            raise MeshError("never seen", where=name)
+            raise MeshError("never seen", where=name, hint="`shardbox nodes` shows who is there")
         return peer.target
 
     def dial(self, name: str, service: str) -> SealedLink:
@@ -7542,6 +7590,7 @@ class Node:
         self._compared: dict[str, float] = {}  # model -> when its ring was last compared with today's plan
         self._offers: dict[str, float] = {}  # model -> since when there has been a better one
         self._surveying, self._moved = asyncio.Lock(), (0.0, 0)
+        self.surveyor.pace = Pace(None, self._is_answering, READ_BYTES_PER_S).spend
         self._loop = asyncio.get_running_loop()
 
     @property
@@ -8060,10 +8109,16 @@ def facts_view(facts: NodeFacts | None, **given: Any) -> PeerView:
     return view_of(PeerView, facts, **sizes, **given)
 
 
+def own_copies(node: Node) -> tuple[CopyView, ...]:
+    """What is being copied to this node, or read on it, and how copies to it ended."""
+    reading = [reading.view() for reading in list(node.surveyor.readings.values())]
+    return (*(copy.view() for copy in node.library.copies.values()), *reading)
+
+
 def all_copies(node: Node) -> tuple[CopyView, ...]:
-    """What is being copied to any node, and how copies to this one ended."""
-    others = [view for peer in node.peers.live() for view in peer.copies if view.state == "copying"]
-    return (*(copy.view() for copy in node.library.copies.values()), *others)
+    """The same of every node, but for what has ended elsewhere."""
+    others = [view for peer in node.peers.live() for view in peer.copies if view.state in ("copying", "reading")]
+    return (*own_copies(node), *others)
 
 
 def wrong_copies(model: ModelConfig, facts: Sequence[NodeFacts]) -> list[str]:
@@ -8736,7 +8791,7 @@ class PeerService:
             desired=dict(node.desired),
             models=tuple(model_view(node, model.name) for model in node.box.config.models),
             leaving=node.stop.is_set(),
-            copies=tuple(copy.view() for copy in node.library.copies.values()),
+            copies=own_copies(node),
             reached=dict(node.reached),
         )
 
@@ -8866,8 +8921,8 @@ class OwnerService:
         return [node.library.pull(model, only, data.get("replace") is True) for model in models]
 
     async def copies(self, request: web.Request) -> Any:
-        """What is on its way to this box, or has come since it is up."""
-        return [copy.view() for copy in self._node.library.copies.values()]
+        """What is on its way to any box or read there, and what has come to this one since it is up."""
+        return all_copies(self._node)
 
     async def verify(self, request: web.Request) -> Any:
         """What every box finds when it reads its copy of a model again: all at once."""
@@ -9144,7 +9199,7 @@ def status_text(snapshot: Snapshot, verbose: bool = True) -> str:
         if view.ranks:
             lines.append(ranks_table(view))
     copies = [f"  {view.model or 'engines'}: {copy_text(view)}" for view in snapshot.copies if view.state != "done"]
-    lines += ["", "copies:", *copies] if copies else []
+    lines += ["", "files:", *copies] if copies else []
     lines += ["", peers_table(snapshot.peers)]
     if snapshot.exits:
         lines += ["", "last exits, newest first:", *(f"  {text}" for text in snapshot.exits)]
@@ -9322,8 +9377,12 @@ class NodeDown(ShardboxError):
     """The node on this box does not run or does not answer."""
 
 
-def ask_node(config: Config, name: str, method: str, path: str, body: Any = None, timeout_s: float = 60.0) -> Any:
-    """What this box's node answers to its owner. Raises ShardboxError, also when it is not running."""
+def ask_node(
+    config: Config, name: str, method: str, path: str, body: Any = None, timeout_s: float = 60.0,
+    meanwhile: Callable[[], None] | None = None,
+) -> Any:  # fmt: skip
+    """What this box's node answers to its owner; `meanwhile` is called while it thinks, about twice a second. Raises
+    ShardboxError, also when it is not running."""
     from http.client import HTTPConnection, HTTPException  # with what it imports, too slow for `status`
 
     connection = HTTPConnection("shardbox")
@@ -9333,6 +9392,8 @@ def ask_node(config: Config, name: str, method: str, path: str, body: Any = None
         with short_socket_path(control_path(state_folder(config.cluster.name, name))) as short:
             connection.sock.connect(short)
         connection.request(method, path, json.dumps(body) if body is not None else None)
+        while meanwhile and not select.select([connection.sock], [], [], 0.5)[0]:
+            meanwhile()
         reply = connection.getresponse()
         data = json.loads(reply.read())
     except (FileNotFoundError, ConnectionRefusedError):
@@ -9657,17 +9718,18 @@ def live_facts(config: Config, name: str) -> list[NodeFacts]:
 
 
 def survey_once(config: Config, name: str) -> NodeFacts:
-    """This box's facts, without a running node; model files are not hashed."""
+    """This box's facts, without a running node; no model file is read."""
     folder = state_folder(config.cluster.name, name)
     try:
         os.makedirs(folder, mode=0o700, exist_ok=True)
     except OSError as error:
         hint = "run as the user who runs `up`, or set SHARDBOX_STATE"
         raise UsageError(f"cannot be written: {error.strerror}", where=folder, hint=hint) from None
-    with contextlib.closing(Surveyor(config, name, folder, isolation_problem())) as surveyor:
-        if surveyor.speedometer.is_alive():
-            surveyor.speedometer.join()
-        return surveyor.survey(own_bytes=0)
+    surveyor = Surveyor(config, name, folder, isolation_problem())
+    surveyor.close()
+    if surveyor.speedometer.is_alive():
+        surveyor.speedometer.join()
+    return surveyor.survey(own_bytes=0)
 
 
 def read_facts(path: str) -> list[NodeFacts]:
@@ -9728,6 +9790,12 @@ def cmd_stop(**settings: str) -> int:
     return cmd_start(**settings, wanted=False)
 
 
+def node_copies(config: Config, name: str, *, reading: bool) -> list[CopyView]:
+    """What this box's node knows to be read on any box, or to be copied."""
+    views = [from_json(CopyView, item, "copies") for item in ask_node(config, name, "GET", "/copies")]
+    return [view for view in views if (view.state == "reading") == reading]
+
+
 @with_config
 def cmd_pull(config: Config, name: str, model: str, giver: str, over: bool) -> int:
     """Fetch a model, or all that the TOML names, from the boxes that have it to this one."""
@@ -9736,9 +9804,7 @@ def cmd_pull(config: Config, name: str, model: str, giver: str, over: bool) -> i
     meter = Meter()
     while any(view.state == "copying" for view in views):
         time.sleep(0.3)
-        found = {
-            item["model"]: from_json(CopyView, item, "copies") for item in ask_node(config, name, "GET", "/copies")
-        }
+        found = {view.model: view for view in node_copies(config, name, reading=False) if view.node == name}
         views = [found[view.model] if view.state == "copying" else view for view in views]
         now = [view for view in views if view.state == "copying"]
         size, done = sum(view.size_bytes for view in views), sum(view.done_bytes for view in views)
@@ -9775,10 +9841,12 @@ def copy_state(copy: ModelFacts, common: str) -> str:
     """One word or two for `models`."""
     if copy.receiving:
         return "copying"
+    if copy.hashed_bytes:
+        return f"reading, {100 * copy.hashed_bytes // max(1, copy.size_bytes)} %"
     if copy.problem:
         return "damaged" if copy.path else "missing"
     if not copy.root:
-        return f"reading, {100 * copy.hashed_bytes // max(1, copy.size_bytes)} %" if copy.hashed_bytes else "not read"
+        return "not read"
     return "whole" if copy.root == common else "other bytes"
 
 
@@ -9806,8 +9874,15 @@ def prune_models(config: Config, name: str, yes: bool) -> int:
 @with_config
 def cmd_verify(config: Config, name: str, model: str) -> int:
     """Read a model again on all boxes at once, and say whose copy is not right."""
-    query = urllib.parse.urlencode({"model": model})
-    found = ask_node(config, name, "GET", f"/verify?{query}", timeout_s=VERIFY_TIMEOUT_S)
+    query, own, meter = urllib.parse.urlencode({"model": model}), config.model(model), Meter()
+
+    def show() -> None:
+        views = [view for view in node_copies(config, name, reading=True) if own and view.model == own.name]
+        share = sum(view.done_bytes for view in views) / max(1, sum(view.size_bytes for view in views))
+        meter.show(share, "; ".join(map(copy_text, views)))
+
+    found = ask_node(config, name, "GET", f"/verify?{query}", timeout_s=VERIFY_TIMEOUT_S, meanwhile=show)
+    meter.end(f"{model}: read on {len(found)} boxes")
     votes = Counter[str]()
     for entry in found.values():
         if entry.get("root") and not entry["problem"]:
@@ -9986,7 +10061,7 @@ def cmd_check(config: Config, name: str, as_json: bool) -> int:
     secret = read_secret(config)
     try:
         reply = ask_node(config, name, "GET", "/check")
-        found = check_box(config, from_json(NodeFacts, reply["facts"][0], "facts"))
+        found = check_box(config, *(from_json(NodeFacts, item, "facts") for item in reply["facts"]))
     except NodeDown:
         facts = survey_once(config, name)
         found = [*check_box(config, facts), *check_own_ports(config, facts)]
@@ -10010,20 +10085,37 @@ def finding(subject: str, problem: str, good: str = "", *, hint: str = "", level
     return {"level": level if problem else "ok", "what": subject + (problem or good), "hint": hint}
 
 
-def check_box(config: Config, facts: NodeFacts) -> list[dict[str, str]]:
-    """This box alone: binaries, models, memory, isolation, addresses."""
+def finding_of(subject: str, part: BinaryFacts | ModelFacts, good: str, givers: list[str] | None) -> dict[str, str]:
+    """An engine or a model here. One that is not is no fault where `up` fetches it: from these, or, where there are
+    none, from a box that is not up yet; None: it does not."""
+    if part.path or givers is None:
+        return finding(subject, part.problem, good, hint=part.hint)
+    if givers:
+        return finding(subject, "", f"not here; {' or '.join(givers)} gives it when it is needed")
+    return finding(
+        subject, part.problem, hint=f"`up` fetches it from a box that has it; else {part.hint}", level="warn"
+    )
+
+
+def check_box(config: Config, facts: NodeFacts, *others: NodeFacts) -> list[dict[str, str]]:
+    """This box: binaries, models (which others may give it), memory, isolation, addresses."""
     rehearsal = config.engine.kind == "rehearsal"
     found = [finding(f"{config.file} is well-formed (hash {config.hash})", "")]
     for binary in facts.binaries:
         path = binary.path or ROLE_BINARIES[binary.role]
-        found.append(finding(f"{binary.role} binary {path}: ", binary.problem, binary.version, hint=binary.hint))
+        alike = [node for node in others if node.platform == facts.platform and node.binary(binary.role).version]
+        givers = [node.name for node in alike] if config.engine.share else None
+        found.append(finding_of(f"{binary.role} binary {path}: ", binary, binary.version, givers))
     if rehearsal:
         found.append(finding('engine kind is "rehearsal": ', "no model will be loaded", level="warn"))
     for copy in facts.models:
         model = config.model(copy.name)
-        level = "warn" if rehearsal and model is not None and model.rehearse is not None else "fail"
         good = f"{copy.path}, {format_size(copy.size_bytes)}"
-        found.append(finding(f"model {copy.name}: ", copy.problem, good, hint=copy.hint, level=level))
+        given = {node.name: node.model(copy.name) for node in others if not node.model(copy.name).problem}
+        fits = config.cluster.copy_models and all(theirs.size_bytes <= copy.room_bytes for theirs in given.values())
+        found.append(finding_of(f"model {copy.name}: ", copy, good, [*given] if fits else None))
+        if rehearsal and model is not None and model.rehearse is not None and copy.problem:
+            found[-1]["level"] = "warn"
     memory, note = facts.memory, f" ({facts.gpu_note})" if facts.gpu_note else ""
     good = f"{format_size(memory.available_bytes)} of {format_size(memory.total_bytes)} available ({memory.source})"
     found.append(finding(f"memory: {good}; {len(facts.gpus)} GPUs{note}", ""))
@@ -10431,8 +10523,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         format="%(asctime)s %(levelname)s %(message)s",
         datefmt="%H:%M:%S",
     )
-    code = run_command(args)
+    code = 1
     try:
+        code = run_command(args)
         print(end="", flush=True)
     except BrokenPipeError:  # its reader has left: nobody to complain to, also not at exit
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
