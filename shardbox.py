@@ -75,7 +75,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Itera
 from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from io import BufferedReader
-from typing import TYPE_CHECKING, Any, BinaryIO, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, BinaryIO, TypeAlias, TypeVar
 
 if TYPE_CHECKING:
     import asyncio
@@ -216,35 +216,20 @@ class EngineError(ShardboxError):
 # ======================================================================================================
 
 KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
-_SIZE_UNITS = {
-    "": 1,
-    "b": 1,
-    "kib": KIB,
-    "mib": MIB,
-    "gib": GIB,
-    "tib": 1 << 40,
-    "kb": 10**3,
-    "mb": 10**6,
-    "gb": 10**9,
-    "tb": 10**12,
-}
+_SIZE_UNITS = {"": 1, "b": 1}
+for _power, _prefix in enumerate("kmgt", 1):
+    _SIZE_UNITS |= {f"{_prefix}b": 1000**_power, f"{_prefix}ib": 1024**_power}
 
 T = TypeVar("T")
 
 
 def parse_size(text: str) -> int:
     """Bytes of a size such as "20GiB", "1.5 GB" or "4096". Raises ValueError with the accepted forms."""
-    number, unit = text.strip(), ""
-    while number and not number[-1].isdigit():
-        number, unit = number[:-1], number[-1] + unit
-    factor = _SIZE_UNITS.get(unit.strip().lower())
-    try:
-        value = float(number)
-    except ValueError:
-        value = -1.0
-    if factor is None or not 0 <= value < 1e18 or not number[0].isdigit():
-        raise ValueError('a size such as "20GiB", "512MiB" or "1.5GB"')
-    return int(value * factor)
+    found = re.fullmatch(r"(\d(?:.*\d)?)\s*(\D*)", text.strip())
+    with contextlib.suppress(ValueError, KeyError):
+        if found and (number := float(found[1])) < 1e18:
+            return int(number * _SIZE_UNITS[found[2].lower()])
+    raise ValueError('a size such as "20GiB", "512MiB" or "1.5GB"')
 
 
 def format_size(count: int) -> str:
@@ -317,9 +302,13 @@ def _decode_dataclass(kind: Any, data: Any, where: str) -> Any:
     for field in dataclasses.fields(kind):
         if field.name in data:
             values[field.name] = _decode(hints[field.name], data[field.name], f"{where}.{field.name}")
-        elif field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING:
+        elif _required(field):
             raise MessageError("missing", where=f"{where}.{field.name}")
     return kind(**values)
+
+
+def _required(field: dataclasses.Field[Any]) -> bool:
+    return field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
 
 
 def digest(value: Any) -> str:
@@ -331,143 +320,6 @@ def digest(value: Any) -> str:
 # ======================================================================================================
 # 3. Configuration: TOML text -> Config
 # ======================================================================================================
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ClusterConfig:
-    """[cluster]: who belongs together, and how they find each other."""
-
-    name: str = "shardbox"
-    secret_file: str = ""  # as written; resolved by whoever reads it, relative to the TOML's folder
-    secret: str = dataclasses.field(default="", repr=False)
-    old_secret_file: str = ""  # of the secret before this one, during a change
-    discovery: str = "mdns"
-    encryption: str = "on"
-    interfaces: tuple[str, ...] = ()
-    form_wait_s: float = 30.0
-    replan_s: float = 60.0  # without requests, before a clearly better plan takes the place of a ring; 0: never
-    copy_models: bool = True
-    copy_limit: int | None = None  # bytes a second of a node; None: as fast as may be, slowly while an engine answers
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PortsConfig:
-    """[ports]: TCP ports. `mesh` is the one that other boxes must reach."""
-
-    mesh: int = 7311
-    api: int = 8080
-    data: int = 9000
-    signal: int = 10000
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ApiConfig:
-    """[api]: who may use the OpenAI endpoint."""
-
-    bind: str = "127.0.0.1"
-    keys_file: str = ""
-    tls_cert: str = ""  # PEM files, relative to the TOML's folder; "": plain HTTP
-    tls_key: str = ""
-    hold_s: float = 60.0  # how long a request waits for a ring that forms again
-    drain_s: float = 20.0  # how long a node that goes down lets answers in progress end
-
-    @property
-    def open(self) -> bool:
-        """Whether anybody on the LAN may ask."""
-        return self.bind not in ("127.0.0.1", "localhost") and not self.keys_file
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EngineConfig:
-    """[engine], or [nodes.engine] merged over it: where the binaries are and how they run."""
-
-    kind: str = "prima"
-    path: tuple[str, ...] = ("bin",)
-    lib: str = ""
-    args: tuple[str, ...] = ()
-    env: dict[str, str] = dataclasses.field(default_factory=dict)
-    threads: int = 0
-    isolate: str = "auto"
-    share: bool = True
-    stall_min_s: float = 10.0  # a ring that is asked, but shows no sign of life, hangs after a time between these two
-    stall_max_s: float = 30.0
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class NodeConfig:
-    """One [[nodes]] entry, with the cluster-wide [engine] and [ports] merged in."""
-
-    name: str
-    address: str = ""  # "" means: found by mDNS
-    key: str = ""  # public key that it must have; "": any member may claim the name
-    memory_bytes: int | None = None  # None: measured
-    gpu_memory_bytes: int | None = None  # None: measured ("auto"); 0: leave the GPU alone
-    model_dirs: tuple[str, ...] = ()
-    engine: EngineConfig = EngineConfig()
-    ports: PortsConfig = PortsConfig()
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RehearseConfig:
-    """models.rehearse: what a model that is not there would look like, for the rehearsal engine only."""
-
-    layers: int
-    width: int
-    bytes: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ModelConfig:
-    """One [[models]] entry."""
-
-    name: str
-    path: str
-    aliases: tuple[str, ...] = ()
-    sha256: tuple[str, ...] = ()  # of each part, as sha256sum prints it; (): what the leader has counts
-    context: int = 4096
-    slots: int = 1
-    max_output: int = 0  # tokens; 0: no limit of ours
-    nodes: tuple[str, ...] = ()  # which may hold it; (): every one
-    leader: str = ""  # "": planned
-    layers: dict[str, int] = dataclasses.field(default_factory=dict)  # node -> layer window; {}: planned
-    autostart: bool = True
-    embeddings: bool = False
-    overcommit: bool = False  # may be read from disk again for every token, where memory is short
-    rehearse: RehearseConfig | None = None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Config:
-    """A whole shardbox.toml."""
-
-    file: str  # the path as the user gave it
-    folder: str  # that relative paths in it start from
-    cluster: ClusterConfig = ClusterConfig()
-    ports: PortsConfig = PortsConfig()
-    api: ApiConfig = ApiConfig()
-    engine: EngineConfig = EngineConfig()
-    nodes: tuple[NodeConfig, ...] = ()
-    models: tuple[ModelConfig, ...] = ()
-
-    def node(self, name: str) -> NodeConfig:
-        """The entry of this node, or one with the cluster's defaults where [[nodes]] does not name it."""
-        for node in self.nodes:
-            if node.name == name:
-                return node
-        return NodeConfig(name=name, engine=self.engine, ports=self.ports)
-
-    def model(self, name: str) -> ModelConfig | None:
-        """The model with this name or alias, None where there is none."""
-        return next((model for model in self.models if name == model.name or name in model.aliases), None)
-
-    @property
-    def hash(self) -> str:
-        """16 hex digits over all that the file says, without the secret: equal on boxes that agree."""
-        body = to_json(dataclasses.replace(self, file="", folder=""))
-        body["cluster"]["secret"] = body["cluster"]["secret_file"] = body["cluster"]["old_secret_file"] = (
-            ""  # else no change box by box
-        )
-        return digest(body)
 
 
 MAX_CONFIG_BYTES = MIB
@@ -667,8 +519,14 @@ def _map(name: _Reader, item: _Reader) -> _Reader:
     return read
 
 
-def _table(keys: Mapping[str, _Reader], needs: tuple[str, ...] = ()) -> _Reader:
-    """A dict of the keys that are right; of those that it needs, the others are ""."""
+@functools.cache
+def _table(kind: Any, *only: str) -> _Reader:
+    """A dict of the fields of a dataclass (of `only` these) that are right; those that it needs, the others are "".
+    What reads a field stands in its annotation; a key does not say the unit of a size."""
+    hints = typing.get_type_hints(kind, include_extras=True)
+    readers = {field: hints[field].__metadata__[0] for field in only or hints if hasattr(hints[field], "__metadata__")}
+    keys = {field.removesuffix("_bytes"): field for field in readers}
+    needs = [field.name for field in dataclasses.fields(kind) if field.name in readers and _required(field)]
 
     def read(value: Any, place: _Place) -> dict[str, Any]:
         out: dict[str, Any] = dict.fromkeys(needs, "")
@@ -677,18 +535,31 @@ def _table(keys: Mapping[str, _Reader], needs: tuple[str, ...] = ()) -> _Reader:
         for key, entry in value.items():
             if key not in keys:
                 place.at(key).add("unknown key", place.near(key, keys, f"valid: {', '.join(keys)}"))
-            elif (got := keys[key](entry, place.at(key))) is not None:
-                out[key] = got
-        for key in needs:
-            if key not in value and place.at(key).clean():
+            elif (got := readers[keys[key]](entry, place.at(key))) is not None:
+                out[keys[key]] = got
+        for key, field in keys.items():
+            if field in needs and key not in value and place.at(key).clean():
                 place.at(key).add("missing")
         return out
 
     return read
 
 
-# --- what the file may say: one entry a key ---
+def _made(kind: Any) -> _Reader:
+    """The dataclass itself, from a table."""
+    return lambda value, place: kind(**_table(kind)(value, place))
 
+
+def _one_of(*words: str) -> _Reader:
+    quoted = [f'"{word}"' for word in words]
+    return _text(f"{', '.join(quoted[:-1])} or {quoted[-1]}", "|".join(words))
+
+
+def _base(default: int) -> _Reader:
+    return _number(1024, 65535 - PORT_BLOCK, f"Prima needs {PORT_BLOCK} ports from here; leave it out for {default}")
+
+
+_seconds = functools.partial(_number, kind=float)
 _LINE, _NAME = r"[^\x00-\x1f\x7f]", r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}"
 _NAME_WANTED = "1-63 letters, digits, '-', '_' or '.', a letter or digit first"
 _line = _text("one line of text, at most 4096 characters", _LINE + "{0,4096}")
@@ -702,104 +573,164 @@ _OCTET, _LABEL = r"(25[0-5]|2[0-4][0-9]|1[0-9]{2}|[1-9]?[0-9])", r"[A-Za-z0-9_](
 _HOST = rf"{_OCTET}(\.{_OCTET}){{3}}|(?=.{{1,253}}$)({_LABEL}\.)*(?![0-9]+$){_LABEL}"
 _host = _text("an IPv4 address or a host name, without a port", _HOST)
 _address = _text("an IPv4 address or a host name, without a port", f"({_HOST})?")
-_kind = _text('"prima" or "rehearsal"', "prima|rehearsal")
-_isolate = _text('"auto", "always" or "never"', "auto|always|never")
 _secret = _text(
     f"{SECRET_CHARACTERS} characters or more; `shardbox secret` makes one",
     rf"(\S{_LINE}{{{SECRET_CHARACTERS - 2},4094}}\S)?",
 )
-_BASE_HINT = f"Prima needs {PORT_BLOCK} ports from here; leave it out for"
-_PORTS: dict[str, _Reader] = {
-    "mesh": _number(1, 65535),
-    "api": _number(1, 65535),
-    "data": _number(1024, 65535 - PORT_BLOCK, f"{_BASE_HINT} {PortsConfig().data}"),
-    "signal": _number(1024, 65535 - PORT_BLOCK, f"{_BASE_HINT} {PortsConfig().signal}"),
-}
-_NODE_ENGINE: dict[str, _Reader] = {
-    "path": _list(_path, "a folder or a list of folders", lone=True),
-    "lib": _line,
-    "args": _list(_argument),
-    "env": _map(_text("a variable's name", r"[^=\x00-\x1f\x7f]{1,255}"), _line),
-    "threads": _number(0, 1024),
-}
-_rehearse = _table(
-    {"layers": _number(1, 4096), "width": _number(1, 1 << 20), "bytes": _size}, ("layers", "width", "bytes")
-)
-_FILE = _table({
-    "cluster": _table({
-        "name": _name,
-        "secret_file": _line,
-        "secret": _secret,
-        "old_secret_file": _line,
-        "discovery": _text('"mdns" or "static"', "mdns|static"),
-        "encryption": _text('"on" or "off"', "on|off"),
-        "interfaces": _list(_interface),
-        "form_wait_s": _number(0, 86400, kind=float),
-        "replan_s": _number(0, 86400, kind=float),
-        "copy_models": _flag,
-        "copy_limit": _cap,
-    }),
-    "ports": _table(_PORTS),
-    "api": _table({
-        "bind": _host,
-        "keys_file": _line,
-        "tls_cert": _line,
-        "tls_key": _line,
-        "hold_s": _number(0, 3600, kind=float),
-        "drain_s": _number(0, 3600, kind=float),
-    }),
-    "engine": _table({
-        "kind": _kind,
-        "isolate": _isolate,
-        "share": _flag,
-        "stall_min_s": _number(5, 3600, kind=float),
-        "stall_max_s": _number(5, 3600, kind=float),
-        **_NODE_ENGINE,
-    }),
-    "nodes": _list(_table({
-        "name": _name,
-        "address": _address,
-        "key": _text("the 43 characters that `shardbox nodes` shows", "([A-Za-z0-9_-]{43})?"),
-        "memory": _cap,
-        "gpu_memory": _cap,
-        "model_dirs": _list(_path),
-        "ports": _table(_PORTS),
-        "engine": _table(_NODE_ENGINE),
-    }, needs=("name",)), "a list of tables, [[nodes]]"),
-    "models": _list(_table({
-        "name": _model_name,
-        "path": _path,
-        "aliases": _list(_model_name),
-        "sha256": _list(_text("64 hex digits, as sha256sum prints", "[0-9A-Fa-f]{64}", str.lower), lone=True),
-        "context": _number(64, 1 << 24),
-        "slots": _number(1, 64),
-        "max_output": _number(0, 1 << 24),
-        "nodes": _list(_name),
-        "leader": _text(_NAME_WANTED, f"({_NAME})?", str.lower),
-        "layers": _map(_name, _number(1, 4096)),
-        "autostart": _flag,
-        "embeddings": _flag,
-        "overcommit": _flag,
-        "rehearse": lambda value, place: RehearseConfig(**_rehearse(value, place)),
-    }, needs=("name", "path")), "a list of tables, [[models]]"),
-})  # fmt: skip
+_variable = _text("a variable's name", r"[^=\x00-\x1f\x7f]{1,255}")
+_public_key = _text("the 43 characters that `shardbox nodes` shows", "([A-Za-z0-9_-]{43})?")
+_sha256 = _text("64 hex digits, as sha256sum prints", "[0-9A-Fa-f]{64}", str.lower)
+_leader = _text(_NAME_WANTED, f"({_NAME})?", str.lower)
 
 
-def _build(raw: Mapping[str, Any], file: str, folder: str) -> Config:
+# --- what the file may say: a field is a key, with what reads it and its default ---
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ClusterConfig:
+    """[cluster]: who belongs together, and how they find each other."""
+
+    name: Annotated[str, _name] = "shardbox"
+    secret_file: Annotated[str, _line] = ""  # as written; whoever reads it starts from the TOML's folder
+    secret: Annotated[str, _secret] = dataclasses.field(default="", repr=False)
+    old_secret_file: Annotated[str, _line] = ""  # of the secret before this one, during a change
+    discovery: Annotated[str, _one_of("mdns", "static")] = "mdns"
+    encryption: Annotated[str, _one_of("on", "off")] = "on"
+    interfaces: Annotated[tuple[str, ...], _list(_interface)] = ()
+    form_wait_s: Annotated[float, _seconds(0, 86400)] = 30.0
+    # without requests, before a clearly better plan takes the place of a ring; 0: never
+    replan_s: Annotated[float, _seconds(0, 86400)] = 60.0
+    copy_models: Annotated[bool, _flag] = True
+    # bytes a second of a node; None: as fast as may be, slowly while an engine answers
+    copy_limit: Annotated[int | None, _cap] = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PortsConfig:
+    """[ports]: TCP ports. `mesh` is the one that other boxes must reach."""
+
+    mesh: Annotated[int, _number(1, 65535)] = 7311
+    api: Annotated[int, _number(1, 65535)] = 8080
+    data: Annotated[int, _base(9000)] = 9000
+    signal: Annotated[int, _base(10000)] = 10000
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ApiConfig:
+    """[api]: who may use the OpenAI endpoint."""
+
+    bind: Annotated[str, _host] = "127.0.0.1"
+    keys_file: Annotated[str, _line] = ""
+    tls_cert: Annotated[str, _line] = ""  # PEM files, relative to the TOML's folder; "": plain HTTP
+    tls_key: Annotated[str, _line] = ""
+    hold_s: Annotated[float, _seconds(0, 3600)] = 60.0  # how long a request waits for a ring that forms again
+    drain_s: Annotated[float, _seconds(0, 3600)] = 20.0  # how long a node that goes down lets answers in progress end
+
+    @property
+    def open(self) -> bool:
+        """Whether anybody on the LAN may ask."""
+        return self.bind not in ("127.0.0.1", "localhost") and not self.keys_file
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineConfig:
+    """[engine], or [nodes.engine] merged over it: where the binaries are and how they run."""
+
+    kind: Annotated[str, _one_of("prima", "rehearsal")] = "prima"
+    isolate: Annotated[str, _one_of("auto", "always", "never")] = "auto"
+    share: Annotated[bool, _flag] = True
+    # a ring that is asked, but shows no sign of life, hangs after a time between these two
+    stall_min_s: Annotated[float, _seconds(5, 3600)] = 10.0
+    stall_max_s: Annotated[float, _seconds(5, 3600)] = 30.0
+    path: Annotated[tuple[str, ...], _list(_path, "a folder or a list of folders", lone=True)] = ("bin",)
+    lib: Annotated[str, _line] = ""
+    args: Annotated[tuple[str, ...], _list(_argument)] = ()
+    env: Annotated[dict[str, str], _map(_variable, _line)] = dataclasses.field(default_factory=dict)
+    threads: Annotated[int, _number(0, 1024)] = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NodeConfig:
+    """One [[nodes]] entry, with the cluster-wide [engine] and [ports] merged in."""
+
+    name: Annotated[str, _name]
+    address: Annotated[str, _address] = ""  # "" means: found by mDNS
+    key: Annotated[str, _public_key] = ""  # that it must have; "": any member may claim the name
+    memory_bytes: Annotated[int | None, _cap] = None  # None: measured
+    gpu_memory_bytes: Annotated[int | None, _cap] = None  # None: measured ("auto"); 0: leave the GPU alone
+    model_dirs: Annotated[tuple[str, ...], _list(_path)] = ()
+    ports: Annotated[PortsConfig, _table(PortsConfig)] = PortsConfig()
+    engine: Annotated[EngineConfig, _table(EngineConfig, "path", "lib", "args", "env", "threads")] = EngineConfig()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RehearseConfig:
+    """models.rehearse: what a model that is not there would look like, for the rehearsal engine only."""
+
+    layers: Annotated[int, _number(1, 4096)]
+    width: Annotated[int, _number(1, 1 << 20)]
+    bytes: Annotated[int, _size]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelConfig:
+    """One [[models]] entry."""
+
+    name: Annotated[str, _model_name]
+    path: Annotated[str, _path]
+    aliases: Annotated[tuple[str, ...], _list(_model_name)] = ()
+    sha256: Annotated[tuple[str, ...], _list(_sha256, lone=True)] = ()  # of each part; (): what the leader has counts
+    context: Annotated[int, _number(64, 1 << 24)] = 4096
+    slots: Annotated[int, _number(1, 64)] = 1
+    max_output: Annotated[int, _number(0, 1 << 24)] = 0  # tokens; 0: no limit of ours
+    nodes: Annotated[tuple[str, ...], _list(_name)] = ()  # which may hold it; (): every one
+    leader: Annotated[str, _leader] = ""  # "": planned
+    # node -> layer window; {}: planned
+    layers: Annotated[dict[str, int], _map(_name, _number(1, 4096))] = dataclasses.field(default_factory=dict)
+    autostart: Annotated[bool, _flag] = True
+    embeddings: Annotated[bool, _flag] = False
+    overcommit: Annotated[bool, _flag] = False  # may be read from disk again for every token, where memory is short
+    rehearse: Annotated[RehearseConfig | None, _made(RehearseConfig)] = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Config:
+    """A whole shardbox.toml."""
+
+    file: str  # the path as the user gave it
+    folder: str  # that relative paths in it start from
+    cluster: Annotated[ClusterConfig, _made(ClusterConfig)] = ClusterConfig()
+    ports: Annotated[PortsConfig, _made(PortsConfig)] = PortsConfig()
+    api: Annotated[ApiConfig, _made(ApiConfig)] = ApiConfig()
+    engine: Annotated[EngineConfig, _made(EngineConfig)] = EngineConfig()
+    nodes: Annotated[tuple[NodeConfig, ...], _list(_table(NodeConfig), "a list of tables, [[nodes]]")] = ()
+    models: Annotated[tuple[ModelConfig, ...], _list(_made(ModelConfig), "a list of tables, [[models]]")] = ()
+
+    def node(self, name: str) -> NodeConfig:
+        """The entry of this node, or one with the cluster's defaults where [[nodes]] does not name it."""
+        others = NodeConfig(name=name, engine=self.engine, ports=self.ports)
+        return next((node for node in self.nodes if node.name == name), others)
+
+    def model(self, name: str) -> ModelConfig | None:
+        """The model with this name or alias, None where there is none."""
+        return next((model for model in self.models if name == model.name or name in model.aliases), None)
+
+    @property
+    def hash(self) -> str:
+        """16 hex digits over all that the file says, without the secret: equal on boxes that agree."""
+        cluster = replace(self.cluster, secret="", secret_file="", old_secret_file="")  # changed box by box
+        return digest(replace(self, file="", folder="", cluster=cluster))
+
+
+def _build(raw: Mapping[str, Any], **more: str) -> Config:
     """The Config of what is right, with [engine] and [ports] merged into each node."""
-    engine, ports = EngineConfig(**raw.get("engine", {})), PortsConfig(**raw.get("ports", {}))
-    nodes = []
+    config, nodes = Config(**{**raw, **more, "nodes": ()}), []
     for node in raw.get("nodes", ()):
-        fields = {f"{key}_bytes" if "memory" in key else key: value for key, value in node.items()}
-        fields["ports"] = replace(ports, **node.get("ports", {}))
         own = node.get("engine", {})
-        fields["engine"] = replace(engine, **{**own, "env": {**engine.env, **own.get("env", {})}})
-        nodes.append(NodeConfig(**fields))
-    return Config(
-        file=file, folder=folder, cluster=ClusterConfig(**raw.get("cluster", {})), ports=ports, engine=engine,
-        api=ApiConfig(**raw.get("api", {})), nodes=tuple(nodes),
-        models=tuple(ModelConfig(**model) for model in raw.get("models", ())),
-    )  # fmt: skip
+        engine = replace(config.engine, **{**own, "env": {**config.engine.env, **own.get("env", {})}})
+        ports = replace(config.ports, **node.get("ports", {}))
+        nodes.append(NodeConfig(**{**node, "engine": engine, "ports": ports}))
+    return replace(config, nodes=tuple(nodes))
 
 
 # --- checks over several keys: each builds only on keys that are clean ---
@@ -907,7 +838,7 @@ def parse_config(data: bytes, *, file: str, folder: str) -> Config:
     relative paths start from; neither is opened. Raises ConfigError with every problem, in file order."""
     text, document = _document(data, file)
     root = _Place(report := _Report(file=file, lines=_key_lines(text)))
-    config = _build(_FILE(document, root), file, folder)
+    config = _build(_table(Config)(document, root), file=file, folder=folder)
     for check in (_check_cluster, _check_unique, _check_models, _check_ports):
         check(config, root)
     problems = [problem for _, problem in sorted(report.problems, key=lambda found: found[0])]
@@ -920,12 +851,11 @@ def parse_config(data: bytes, *, file: str, folder: str) -> Config:
 
 # What a node takes from the TOML only when it starts; all else follows a SIGHUP.
 _FIXED = {
-    "cluster": (
-        *("name", "secret", "secret_file", "old_secret_file", "discovery", "encryption", "interfaces", "copy_limit"),
-    ),
+    "cluster": ("name", "secret", "secret_file", "old_secret_file",
+                "discovery", "encryption", "interfaces", "copy_limit"),
     "api": ("bind", "tls_cert", "tls_key"),
     "engine": ("kind",),
-}
+}  # fmt: skip
 
 
 def reloaded(old: Config, new: Config, name: str) -> tuple[Config, tuple[str, ...]]:
@@ -6560,7 +6490,7 @@ class Peers:
         """Where to reach a node now. Raises MeshError where it never answered."""
         peer = self.known.get(name)
         if peer is None or peer.target is None:
-            raise MeshError("never seen", where=name)
+            raise MeshError("never seen", where=name, hint="`shardbox nodes` shows who is there")
         return peer.target
 
     def dial(self, name: str, service: str) -> SealedLink:
@@ -10092,7 +10022,7 @@ def cmd_check(config: Config, name: str, as_json: bool) -> int:
     secret = read_secret(config)
     try:
         reply = ask_node(config, name, "GET", "/check")
-        found = check_box(config, from_json(NodeFacts, reply["facts"][0], "facts"))
+        found = check_box(config, *(from_json(NodeFacts, item, "facts") for item in reply["facts"]))
     except NodeDown:
         facts = survey_once(config, name)
         found = [*check_box(config, facts), *check_own_ports(config, facts)]
@@ -10116,20 +10046,37 @@ def finding(subject: str, problem: str, good: str = "", *, hint: str = "", level
     return {"level": level if problem else "ok", "what": subject + (problem or good), "hint": hint}
 
 
-def check_box(config: Config, facts: NodeFacts) -> list[dict[str, str]]:
-    """This box alone: binaries, models, memory, isolation, addresses."""
+def finding_of(subject: str, part: BinaryFacts | ModelFacts, good: str, givers: list[str] | None) -> dict[str, str]:
+    """An engine or a model here. One that is not is no fault where `up` fetches it: from these, or, where there are
+    none, from a box that is not up yet; None: it does not."""
+    if part.path or givers is None:
+        return finding(subject, part.problem, good, hint=part.hint)
+    if givers:
+        return finding(subject, "", f"not here; {' or '.join(givers)} gives it when it is needed")
+    return finding(
+        subject, part.problem, hint=f"`up` fetches it from a box that has it; else {part.hint}", level="warn"
+    )
+
+
+def check_box(config: Config, facts: NodeFacts, *others: NodeFacts) -> list[dict[str, str]]:
+    """This box: binaries, models (which others may give it), memory, isolation, addresses."""
     rehearsal = config.engine.kind == "rehearsal"
     found = [finding(f"{config.file} is well-formed (hash {config.hash})", "")]
     for binary in facts.binaries:
         path = binary.path or ROLE_BINARIES[binary.role]
-        found.append(finding(f"{binary.role} binary {path}: ", binary.problem, binary.version, hint=binary.hint))
+        alike = [node for node in others if node.platform == facts.platform and node.binary(binary.role).version]
+        givers = [node.name for node in alike] if config.engine.share else None
+        found.append(finding_of(f"{binary.role} binary {path}: ", binary, binary.version, givers))
     if rehearsal:
         found.append(finding('engine kind is "rehearsal": ', "no model will be loaded", level="warn"))
     for copy in facts.models:
         model = config.model(copy.name)
-        level = "warn" if rehearsal and model is not None and model.rehearse is not None else "fail"
         good = f"{copy.path}, {format_size(copy.size_bytes)}"
-        found.append(finding(f"model {copy.name}: ", copy.problem, good, hint=copy.hint, level=level))
+        given = {node.name: node.model(copy.name) for node in others if not node.model(copy.name).problem}
+        fits = config.cluster.copy_models and all(theirs.size_bytes <= copy.room_bytes for theirs in given.values())
+        found.append(finding_of(f"model {copy.name}: ", copy, good, [*given] if fits else None))
+        if rehearsal and model is not None and model.rehearse is not None and copy.problem:
+            found[-1]["level"] = "warn"
     memory, note = facts.memory, f" ({facts.gpu_note})" if facts.gpu_note else ""
     good = f"{format_size(memory.available_bytes)} of {format_size(memory.total_bytes)} available ({memory.source})"
     found.append(finding(f"memory: {good}; {len(facts.gpus)} GPUs{note}", ""))
@@ -10542,8 +10489,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         format="%(asctime)s %(levelname)s %(message)s",
         datefmt="%H:%M:%S",
     )
-    code = run_command(args)
+    code = 1
     try:
+        code = run_command(args)
         print(end="", flush=True)
     except BrokenPipeError:  # its reader has left: nobody to complain to, also not at exit
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
