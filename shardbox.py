@@ -6534,6 +6534,16 @@ class Peers:
         what, hint = str(said.get("what") or f"answered {reply.status}"), str(said.get("hint") or "")
         raise MeshError(what, kind=kind, where=target[0], hint=hint)
 
+    async def call_all(self, method: str, path: str, timeout_s: float = CALL_TIMEOUT_S) -> dict[str, Any]:
+        """What every live node answers, all asked at once: JSON, or the ShardboxError that says why it does not."""
+        names = [peer.name for peer in self.live()]
+        calls = (self.call(name, method, path, timeout_s=timeout_s) for name in names)
+        answers = await asyncio.gather(*calls, return_exceptions=True)
+        for answer in answers:
+            if isinstance(answer, BaseException) and not isinstance(answer, ShardboxError):
+                raise answer
+        return dict(zip(names, answers, strict=True))
+
     async def _follow(self, peer: Peer) -> None:
         while True:
             peer.news.clear()
@@ -7302,6 +7312,8 @@ class Rings:
         self.ranks: dict[str, dict[str, RankView]] = {}  # what the ranks of a ring said last, by model and node
         self._box, self._host, self._peers, self._on_change = box, host, peers, on_change
         self._tasks: dict[str, set[asyncio.Task[None]]] = {}
+        self._works = {"provision": self._provision, "prepare": self._prepare, "launch": self._launch,
+                       "probe": self._probe, "teardown": self._teardown}  # fmt: skip
         self.follow()
 
     def follow(self) -> None:
@@ -7325,13 +7337,11 @@ class Rings:
         if after.phase != ring.phase:
             log.info("model %s: %s%s", model, after.phase, f" ({after.reason})" if after.reason else "")
             self._on_change()
-        works = {"provision": self._provision, "prepare": self._prepare, "launch": self._launch, "probe": self._probe}
-        works["teardown"] = self._teardown
         for effect in effects:
             if effect.kind == "teardown":
                 for task in self._tasks[model]:
                     task.cancel()
-            self._run(effect, works[effect.kind])
+            self._run(effect, self._works[effect.kind])
 
     def _run(self, effect: Effect, work: Callable[[str, Effect], Awaitable[None]]) -> None:
         """A failure that a person can mend, or a bug, breaks the ring; a bug also leaves a traceback in the log."""
@@ -7347,12 +7357,13 @@ class Rings:
             except Exception as error:
                 log.exception("model %s: bug in %s", model, effect.kind)
                 kind, reason = "trouble", f"bug: {error!r}"
-            self.post(model, Event(kind=kind, generation=effect.generation, reason=reason))
+            self._tell(effect, kind, reason=reason)
 
         keep_task(self._tasks[model], guarded())
 
-    def _done(self, effect: Effect, kind: str, jitter: float = 0.0) -> None:
-        self.post(effect.plan.model, Event(kind=kind, generation=effect.generation, jitter=jitter))
+    def _tell(self, effect: Effect, kind: str, **more: Any) -> None:
+        """What has come of an effect."""
+        self.post(effect.plan.model, Event(kind=kind, generation=effect.generation, **more))
 
     async def _on_rank(self, node: str, verb: str, effect: Effect, timeout_s: float, **more: Any) -> Any:
         """What a rank answers, be it here or on another node; see RankHost.answer. Raises ShardboxError."""
@@ -7380,9 +7391,9 @@ class Rings:
             done = sum(view.done_bytes for view in views.values())
             if done != last:
                 text, last = "; ".join(copy_text(view) for view in views.values() if view.state != "done"), done
-                self.post(model, Event(kind="copied", generation=effect.generation, reason=text))
+                self._tell(effect, "copied", reason=text)
             await asyncio.sleep(WATCH_S)
-        self._done(effect, "provisioned")
+        self._tell(effect, "provisioned")
 
     async def _prepare(self, model: str, effect: Effect) -> None:
         """A lease of every rank, and the consent of every other node that can be asked."""
@@ -7402,7 +7413,7 @@ class Rings:
         await ask(self._box.name)
         asked = {*(peer.name for peer in self._peers.live()), *(rank.node for rank in plan.ranks)} - {self._box.name}
         await gather_all(ask(node) for node in sorted(asked))
-        self._done(effect, "granted")
+        self._tell(effect, "granted")
 
     async def _launch(self, model: str, effect: Effect) -> None:
         self._run(effect, self._watch)
@@ -7414,7 +7425,7 @@ class Rings:
                     if reply.status == 200:
                         break
             await asyncio.sleep(0.1)
-        self._done(effect, "loaded")
+        self._tell(effect, "loaded")
 
     async def _probe(self, model: str, effect: Effect) -> None:
         """One real token through every rank: only then is the ring ready."""
@@ -7429,8 +7440,8 @@ class Rings:
             raise EngineError(f"no one-token answer: {error!r}", where=where) from None
         if reply.status != 200 or not (answer.get("choices") or answer.get("data")):
             raise EngineError(f"the one-token answer was {str(answer)[:200]}", where=where)
-        await asyncio.gather(*(self._look(rank, effect, {}) for rank in effect.plan.ranks))
-        self._done(effect, "answered")
+        await asyncio.gather(*(self._look(rank, effect, self.ranks[model], {}) for rank in effect.plan.ranks))
+        self._tell(effect, "answered")
 
     async def _teardown(self, model: str, effect: Effect) -> None:
         """Leader first (it passes STOP round a whole ring), the others at the same time wait for that or are killed.
@@ -7444,7 +7455,7 @@ class Rings:
             elif isinstance(result, BaseException):
                 log.error("model %s: stopping rank %d", model, rank.rank, exc_info=result)
         self.ranks.pop(model, None)
-        self._done(effect, "stopped", jitter=random.random())
+        self._tell(effect, "stopped", jitter=random.random())
 
     async def _watch(self, model: str, effect: Effect) -> None:
         """Renew every lease, and see that every rank lives and, while the ring has something to do, that it does."""
@@ -7452,7 +7463,7 @@ class Rings:
         engine, traffic, heard = self._box.config.engine, self.traffic[model], dict[str, float]()
         pace, places = Pulse(pause_s=self.pauses.get(model)), None
         while True:
-            await asyncio.gather(*(self._look(rank, effect, heard) for rank in effect.plan.ranks))
+            await asyncio.gather(*(self._look(rank, effect, views, heard) for rank in effect.plan.ranks))
             serving = self.rings[model].phase in (Phase.SERVING, Phase.DRAINING)
             sign = f"{sign_of_life([*views.values()])}/{traffic.answered_at}"
             pace = pace.seen(sign, time.monotonic(), asked=not serving or traffic.in_flight > 0)
@@ -7467,9 +7478,9 @@ class Rings:
                 raise StallError(f"stalled: {doing}, but nothing moved, no rank computed or read for {stall_s:.0f} s")
             await asyncio.sleep(WATCH_S)
 
-    async def _look(self, rank: RankPlan, effect: Effect, heard: dict[str, float]) -> None:
-        """One rank's view, renewing its lease. Raises ShardboxError when the rank is lost or has ended. `heard`: when
-        each node answered last."""
+    async def _look(self, rank: RankPlan, effect: Effect, views: dict[str, RankView], heard: dict[str, float]) -> None:
+        """Take one rank's view, renewing its lease. Raises ShardboxError when the rank is lost or has ended. `heard`:
+        when each node answered last. It may end after its ring: `views` are of that ring alone."""
         now, name = time.monotonic(), f"rank {rank.rank} ({rank.node})"
         left_s = heard.setdefault(rank.node, now) + LOST_S - now
         try:
@@ -7480,7 +7491,7 @@ class Rings:
                 raise MeshError(f"{name} is lost: {error.what}") from None
             return
         heard[rank.node] = time.monotonic()
-        self.ranks[effect.plan.model][rank.node] = view
+        views[rank.node] = view
         if view.phase == "exited" and view.exit_code != 0:
             raise EngineError(f"{name}: {view.problem or f'exit {view.exit_code}'}")
 
@@ -8183,12 +8194,15 @@ class ApiError(Exception):
         super().__init__(text)
         self.status, self.text, self.code = status, text, code
 
-    def response(self) -> web.Response:
+    def body(self) -> dict[str, Any]:
         """The error in OpenAI's shape."""
         kind = "invalid_request_error" if self.status < 500 or self.status == 501 else "server_error"
-        body = {"error": {"message": self.text, "type": kind, "param": None, "code": self.code}}
+        return {"error": {"message": self.text, "type": kind, "param": None, "code": self.code}}
+
+    def response(self) -> web.Response:
+        """The whole answer."""
         retry = {"Retry-After": "5"} if self.status in (429, 503) else None
-        return web.json_response(body, status=self.status, headers=retry)
+        return web.json_response(self.body(), status=self.status, headers=retry)
 
 
 class RingError(ApiError):
@@ -8409,8 +8423,7 @@ async def ask_ring(
     except MeshError as error:
         raise RingError(503, f"the leader {leader} cannot be reached: {error}", "model_not_ready") from None
     except (aiohttp.ClientError, OSError) as error:
-        unsent = isinstance(error, aiohttp.ClientConnectorError) or isinstance(error.__cause__, MeshError)
-        code = "model_not_ready" if unsent else "ring_lost"
+        code = "model_not_ready" if isinstance(error.__cause__, MeshError) else "ring_lost"  # the former: not sent
         raise RingError(503, f"the leader {leader} was lost: {error}", code) from None
     if reply.status == 503:
         raise retold(whole)
@@ -8452,9 +8465,8 @@ async def ending_in_words(chunks: AsyncIterator[bytes], model: str) -> AsyncIter
         async for chunk in chunks:
             yield chunk
     except (aiohttp.ClientError, EngineError) as error:
-        text = f"the answer of {model} broke off: {breakage(error)}"
-        body = {"error": {"message": text, "type": "server_error", "param": None, "code": "ring_lost"}}
-        yield b"data: " + json.dumps(body).encode() + b"\n\ndata: [DONE]\n\n"
+        lost = RingError(503, f"the answer of {model} broke off: {breakage(error)}", "ring_lost")
+        yield b"data: " + json.dumps(lost.body()).encode() + b"\n\ndata: [DONE]\n\n"
 
 
 def breakage(error: BaseException) -> str:
@@ -8881,15 +8893,10 @@ class OwnerService:
 
     async def down(self, request: web.Request) -> Any:
         """End this node, or with ?all every one that is reached."""
-        peers, told = self._node.peers, dict[str, str]()
-        for peer in peers.live() if request.query.get("all") else []:
-            try:
-                await peers.call(peer.name, "POST", "/peer/down")
-                told[peer.name] = "stopping"
-            except ShardboxError as error:
-                told[peer.name] = error.what
+        told = await self._node.peers.call_all("POST", "/peer/down") if request.query.get("all") else {}
         self._node.stop.set()
-        return {"told": told}
+        words = {name: said.what if isinstance(said, ShardboxError) else "stopping" for name, said in told.items()}
+        return {"told": words}
 
     async def want(self, request: web.Request) -> Any:
         """Start or stop a model on the whole cluster."""
@@ -8949,12 +8956,13 @@ class OwnerService:
         node = self._node
         reaches = await node.reach_all()
         await node.knock()
-        for peer in node.peers.live():
+        for name, found in (await node.peers.call_all("GET", "/peer/pairs", 4 * CALL_TIMEOUT_S)).items():
             try:
-                reply = await node.peers.call(peer.name, "GET", "/peer/pairs", None, 4 * CALL_TIMEOUT_S)
-                reaches += [from_json(Reach, item, "pairs") for item in reply]
+                if isinstance(found, ShardboxError):
+                    raise found
+                reaches += [from_json(Reach, item, "pairs") for item in found]
             except ShardboxError as error:
-                reaches.append(Reach(source=peer.name, target="-", address="-", problem=error.what, hint=error.hint))
+                reaches.append(Reach(source=name, target="-", address="-", problem=error.what, hint=error.hint))
         skew_s = {peer.name: peer.wall_skew_s for peer in node.peers.live()}
         body = {"pairs": reaches, "facts": node.peers.all_facts(), "clock_skew_s": skew_s}
         return {**body, "exposures": node.exposures(), "discovery": node.discovery.problem}
