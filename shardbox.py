@@ -9587,11 +9587,6 @@ def detach_up(config: Config, name: str, log_path: str) -> int:
     raise ShardboxError("it runs, but does not answer after 30 s", where=log_path)
 
 
-# ======================================================================================================
-# 23. Commands: each returns its exit code; its docstring is its help
-# ======================================================================================================
-
-
 class Meter:
     """Tells how far something is: a bar on a terminal, lines in a log, nothing at all in a pipe, as cron's is."""
 
@@ -9637,6 +9632,11 @@ def with_config(run: Callable[..., int]) -> Callable[..., int]:
         return run(config, node_name(config, node), **settings)
 
     return command
+
+
+# ======================================================================================================
+# 23. Commands: each returns its exit code; its docstring is its help
+# ======================================================================================================
 
 
 def cmd_up(config_path: str | None, node: str | None, detach: bool, stick: str) -> int:
