@@ -25,12 +25,14 @@ Sections, top to bottom; none uses a later one:
     14 rehearsal         an engine without a model, which speaks as Prima does
     15 peers             which nodes are there, which of them live, and the ways to them
     16 ranks             this node's engines, from a lease to the last log line
-    17 rings             those that this node leads
+    17 rings             those that this node leads, and when it forms one
     18 node              one `shardbox up`, which holds all of this together
     19 endpoint          the OpenAI API on every node
     20 control           the owner's socket, the peers' service, the status socket
     21 status            Snapshot -> exit code, one line for a pager, tables (pure)
-    22 command line      each command returns its exit code; only main() ends the program
+    22 running           configuration, names and secrets; `up`, its end, and asking this box's node
+    23 commands          what a person types; each returns its exit code
+    24 program           what it was built from, its demo, click's options; only main() ends it
 """
 
 from __future__ import annotations
@@ -73,7 +75,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Itera
 from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from io import BufferedReader
-from typing import TYPE_CHECKING, Any, BinaryIO, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, BinaryIO, TypeAlias, TypeVar
 
 if TYPE_CHECKING:
     import asyncio
@@ -214,35 +216,20 @@ class EngineError(ShardboxError):
 # ======================================================================================================
 
 KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
-_SIZE_UNITS = {
-    "": 1,
-    "b": 1,
-    "kib": KIB,
-    "mib": MIB,
-    "gib": GIB,
-    "tib": 1 << 40,
-    "kb": 10**3,
-    "mb": 10**6,
-    "gb": 10**9,
-    "tb": 10**12,
-}
+_SIZE_UNITS = {"": 1, "b": 1}
+for _power, _prefix in enumerate("kmgt", 1):
+    _SIZE_UNITS |= {f"{_prefix}b": 1000**_power, f"{_prefix}ib": 1024**_power}
 
 T = TypeVar("T")
 
 
 def parse_size(text: str) -> int:
     """Bytes of a size such as "20GiB", "1.5 GB" or "4096". Raises ValueError with the accepted forms."""
-    number, unit = text.strip(), ""
-    while number and not number[-1].isdigit():
-        number, unit = number[:-1], number[-1] + unit
-    factor = _SIZE_UNITS.get(unit.strip().lower())
-    try:
-        value = float(number)
-    except ValueError:
-        value = -1.0
-    if factor is None or not 0 <= value < 1e18 or not number[0].isdigit():
-        raise ValueError('a size such as "20GiB", "512MiB" or "1.5GB"')
-    return int(value * factor)
+    found = re.fullmatch(r"(\d(?:.*\d)?)\s*(\D*)", text.strip())
+    with contextlib.suppress(ValueError, KeyError):
+        if found and (number := float(found[1])) < 1e18:
+            return int(number * _SIZE_UNITS[found[2].lower()])
+    raise ValueError('a size such as "20GiB", "512MiB" or "1.5GB"')
 
 
 def format_size(count: int) -> str:
@@ -315,9 +302,13 @@ def _decode_dataclass(kind: Any, data: Any, where: str) -> Any:
     for field in dataclasses.fields(kind):
         if field.name in data:
             values[field.name] = _decode(hints[field.name], data[field.name], f"{where}.{field.name}")
-        elif field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING:
+        elif _required(field):
             raise MessageError("missing", where=f"{where}.{field.name}")
     return kind(**values)
+
+
+def _required(field: dataclasses.Field[Any]) -> bool:
+    return field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
 
 
 def digest(value: Any) -> str:
@@ -329,143 +320,6 @@ def digest(value: Any) -> str:
 # ======================================================================================================
 # 3. Configuration: TOML text -> Config
 # ======================================================================================================
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ClusterConfig:
-    """[cluster]: who belongs together, and how they find each other."""
-
-    name: str = "shardbox"
-    secret_file: str = ""  # as written; resolved by whoever reads it, relative to the TOML's folder
-    secret: str = dataclasses.field(default="", repr=False)
-    old_secret_file: str = ""  # of the secret before this one, during a change
-    discovery: str = "mdns"
-    encryption: str = "on"
-    interfaces: tuple[str, ...] = ()
-    form_wait_s: float = 30.0
-    replan_s: float = 60.0  # without requests, before a clearly better plan takes the place of a ring; 0: never
-    copy_models: bool = True
-    copy_limit: int | None = None  # bytes a second of a node; None: as fast as may be, slowly while an engine answers
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PortsConfig:
-    """[ports]: TCP ports. `mesh` is the one that other boxes must reach."""
-
-    mesh: int = 7311
-    api: int = 8080
-    data: int = 9000
-    signal: int = 10000
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ApiConfig:
-    """[api]: who may use the OpenAI endpoint."""
-
-    bind: str = "127.0.0.1"
-    keys_file: str = ""
-    tls_cert: str = ""  # PEM files, relative to the TOML's folder; "": plain HTTP
-    tls_key: str = ""
-    hold_s: float = 60.0  # how long a request waits for a ring that forms again
-    drain_s: float = 20.0  # how long a node that goes down lets answers in progress end
-
-    @property
-    def open(self) -> bool:
-        """Whether anybody on the LAN may ask."""
-        return self.bind not in ("127.0.0.1", "localhost") and not self.keys_file
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EngineConfig:
-    """[engine], or [nodes.engine] merged over it: where the binaries are and how they run."""
-
-    kind: str = "prima"
-    path: tuple[str, ...] = ("bin",)
-    lib: str = ""
-    args: tuple[str, ...] = ()
-    env: dict[str, str] = dataclasses.field(default_factory=dict)
-    threads: int = 0
-    isolate: str = "auto"
-    share: bool = True
-    stall_min_s: float = 10.0  # a ring that is asked, but shows no sign of life, hangs after a time between these two
-    stall_max_s: float = 30.0
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class NodeConfig:
-    """One [[nodes]] entry, with the cluster-wide [engine] and [ports] merged in."""
-
-    name: str
-    address: str = ""  # "" means: found by mDNS
-    key: str = ""  # public key that it must have; "": any member may claim the name
-    memory_bytes: int | None = None  # None: measured
-    gpu_memory_bytes: int | None = None  # None: measured ("auto"); 0: leave the GPU alone
-    model_dirs: tuple[str, ...] = ()
-    engine: EngineConfig = EngineConfig()
-    ports: PortsConfig = PortsConfig()
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RehearseConfig:
-    """models.rehearse: what a model that is not there would look like, for the rehearsal engine only."""
-
-    layers: int
-    width: int
-    bytes: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ModelConfig:
-    """One [[models]] entry."""
-
-    name: str
-    path: str
-    aliases: tuple[str, ...] = ()
-    sha256: tuple[str, ...] = ()  # of each part, as sha256sum prints it; (): what the leader has counts
-    context: int = 4096
-    slots: int = 1
-    max_output: int = 0  # tokens; 0: no limit of ours
-    nodes: tuple[str, ...] = ()  # which may hold it; (): every one
-    leader: str = ""  # "": planned
-    layers: dict[str, int] = dataclasses.field(default_factory=dict)  # node -> layer window; {}: planned
-    autostart: bool = True
-    embeddings: bool = False
-    overcommit: bool = False  # may be read from disk again for every token, where memory is short
-    rehearse: RehearseConfig | None = None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Config:
-    """A whole shardbox.toml."""
-
-    file: str  # the path as the user gave it
-    folder: str  # that relative paths in it start from
-    cluster: ClusterConfig = ClusterConfig()
-    ports: PortsConfig = PortsConfig()
-    api: ApiConfig = ApiConfig()
-    engine: EngineConfig = EngineConfig()
-    nodes: tuple[NodeConfig, ...] = ()
-    models: tuple[ModelConfig, ...] = ()
-
-    def node(self, name: str) -> NodeConfig:
-        """The entry of this node, or one with the cluster's defaults where [[nodes]] does not name it."""
-        for node in self.nodes:
-            if node.name == name:
-                return node
-        return NodeConfig(name=name, engine=self.engine, ports=self.ports)
-
-    def model(self, name: str) -> ModelConfig | None:
-        """The model with this name or alias, None where there is none."""
-        return next((model for model in self.models if name == model.name or name in model.aliases), None)
-
-    @property
-    def hash(self) -> str:
-        """16 hex digits over all that the file says, without the secret: equal on boxes that agree."""
-        body = to_json(dataclasses.replace(self, file="", folder=""))
-        body["cluster"]["secret"] = body["cluster"]["secret_file"] = body["cluster"]["old_secret_file"] = (
-            ""  # else no change box by box
-        )
-        return digest(body)
 
 
 MAX_CONFIG_BYTES = MIB
@@ -665,8 +519,14 @@ def _map(name: _Reader, item: _Reader) -> _Reader:
     return read
 
 
-def _table(keys: Mapping[str, _Reader], needs: tuple[str, ...] = ()) -> _Reader:
-    """A dict of the keys that are right; of those that it needs, the others are ""."""
+@functools.cache
+def _table(kind: Any, *only: str) -> _Reader:
+    """A dict of the fields of a dataclass (of `only` these) that are right; those that it needs, the others are "".
+    What reads a field stands in its annotation; a key does not say the unit of a size."""
+    hints = typing.get_type_hints(kind, include_extras=True)
+    readers = {field: hints[field].__metadata__[0] for field in only or hints if hasattr(hints[field], "__metadata__")}
+    keys = {field.removesuffix("_bytes"): field for field in readers}
+    needs = [field.name for field in dataclasses.fields(kind) if field.name in readers and _required(field)]
 
     def read(value: Any, place: _Place) -> dict[str, Any]:
         out: dict[str, Any] = dict.fromkeys(needs, "")
@@ -675,18 +535,31 @@ def _table(keys: Mapping[str, _Reader], needs: tuple[str, ...] = ()) -> _Reader:
         for key, entry in value.items():
             if key not in keys:
                 place.at(key).add("unknown key", place.near(key, keys, f"valid: {', '.join(keys)}"))
-            elif (got := keys[key](entry, place.at(key))) is not None:
-                out[key] = got
-        for key in needs:
-            if key not in value and place.at(key).clean():
+            elif (got := readers[keys[key]](entry, place.at(key))) is not None:
+                out[keys[key]] = got
+        for key, field in keys.items():
+            if field in needs and key not in value and place.at(key).clean():
                 place.at(key).add("missing")
         return out
 
     return read
 
 
-# --- what the file may say: one entry a key ---
+def _made(kind: Any) -> _Reader:
+    """The dataclass itself, from a table."""
+    return lambda value, place: kind(**_table(kind)(value, place))
 
+
+def _one_of(*words: str) -> _Reader:
+    quoted = [f'"{word}"' for word in words]
+    return _text(f"{', '.join(quoted[:-1])} or {quoted[-1]}", "|".join(words))
+
+
+def _base(default: int) -> _Reader:
+    return _number(1024, 65535 - PORT_BLOCK, f"Prima needs {PORT_BLOCK} ports from here; leave it out for {default}")
+
+
+_seconds = functools.partial(_number, kind=float)
 _LINE, _NAME = r"[^\x00-\x1f\x7f]", r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}"
 _NAME_WANTED = "1-63 letters, digits, '-', '_' or '.', a letter or digit first"
 _line = _text("one line of text, at most 4096 characters", _LINE + "{0,4096}")
@@ -700,104 +573,164 @@ _OCTET, _LABEL = r"(25[0-5]|2[0-4][0-9]|1[0-9]{2}|[1-9]?[0-9])", r"[A-Za-z0-9_](
 _HOST = rf"{_OCTET}(\.{_OCTET}){{3}}|(?=.{{1,253}}$)({_LABEL}\.)*(?![0-9]+$){_LABEL}"
 _host = _text("an IPv4 address or a host name, without a port", _HOST)
 _address = _text("an IPv4 address or a host name, without a port", f"({_HOST})?")
-_kind = _text('"prima" or "rehearsal"', "prima|rehearsal")
-_isolate = _text('"auto", "always" or "never"', "auto|always|never")
 _secret = _text(
     f"{SECRET_CHARACTERS} characters or more; `shardbox secret` makes one",
     rf"(\S{_LINE}{{{SECRET_CHARACTERS - 2},4094}}\S)?",
 )
-_BASE_HINT = f"Prima needs {PORT_BLOCK} ports from here; leave it out for"
-_PORTS: dict[str, _Reader] = {
-    "mesh": _number(1, 65535),
-    "api": _number(1, 65535),
-    "data": _number(1024, 65535 - PORT_BLOCK, f"{_BASE_HINT} {PortsConfig().data}"),
-    "signal": _number(1024, 65535 - PORT_BLOCK, f"{_BASE_HINT} {PortsConfig().signal}"),
-}
-_NODE_ENGINE: dict[str, _Reader] = {
-    "path": _list(_path, "a folder or a list of folders", lone=True),
-    "lib": _line,
-    "args": _list(_argument),
-    "env": _map(_text("a variable's name", r"[^=\x00-\x1f\x7f]{1,255}"), _line),
-    "threads": _number(0, 1024),
-}
-_rehearse = _table(
-    {"layers": _number(1, 4096), "width": _number(1, 1 << 20), "bytes": _size}, ("layers", "width", "bytes")
-)
-_FILE = _table({
-    "cluster": _table({
-        "name": _name,
-        "secret_file": _line,
-        "secret": _secret,
-        "old_secret_file": _line,
-        "discovery": _text('"mdns" or "static"', "mdns|static"),
-        "encryption": _text('"on" or "off"', "on|off"),
-        "interfaces": _list(_interface),
-        "form_wait_s": _number(0, 86400, kind=float),
-        "replan_s": _number(0, 86400, kind=float),
-        "copy_models": _flag,
-        "copy_limit": _cap,
-    }),
-    "ports": _table(_PORTS),
-    "api": _table({
-        "bind": _host,
-        "keys_file": _line,
-        "tls_cert": _line,
-        "tls_key": _line,
-        "hold_s": _number(0, 3600, kind=float),
-        "drain_s": _number(0, 3600, kind=float),
-    }),
-    "engine": _table({
-        "kind": _kind,
-        "isolate": _isolate,
-        "share": _flag,
-        "stall_min_s": _number(5, 3600, kind=float),
-        "stall_max_s": _number(5, 3600, kind=float),
-        **_NODE_ENGINE,
-    }),
-    "nodes": _list(_table({
-        "name": _name,
-        "address": _address,
-        "key": _text("the 43 characters that `shardbox nodes` shows", "([A-Za-z0-9_-]{43})?"),
-        "memory": _cap,
-        "gpu_memory": _cap,
-        "model_dirs": _list(_path),
-        "ports": _table(_PORTS),
-        "engine": _table(_NODE_ENGINE),
-    }, needs=("name",)), "a list of tables, [[nodes]]"),
-    "models": _list(_table({
-        "name": _model_name,
-        "path": _path,
-        "aliases": _list(_model_name),
-        "sha256": _list(_text("64 hex digits, as sha256sum prints", "[0-9A-Fa-f]{64}", str.lower), lone=True),
-        "context": _number(64, 1 << 24),
-        "slots": _number(1, 64),
-        "max_output": _number(0, 1 << 24),
-        "nodes": _list(_name),
-        "leader": _text(_NAME_WANTED, f"({_NAME})?", str.lower),
-        "layers": _map(_name, _number(1, 4096)),
-        "autostart": _flag,
-        "embeddings": _flag,
-        "overcommit": _flag,
-        "rehearse": lambda value, place: RehearseConfig(**_rehearse(value, place)),
-    }, needs=("name", "path")), "a list of tables, [[models]]"),
-})  # fmt: skip
+_variable = _text("a variable's name", r"[^=\x00-\x1f\x7f]{1,255}")
+_public_key = _text("the 43 characters that `shardbox nodes` shows", "([A-Za-z0-9_-]{43})?")
+_sha256 = _text("64 hex digits, as sha256sum prints", "[0-9A-Fa-f]{64}", str.lower)
+_leader = _text(_NAME_WANTED, f"({_NAME})?", str.lower)
 
 
-def _build(raw: Mapping[str, Any], file: str, folder: str) -> Config:
+# --- what the file may say: a field is a key, with what reads it and its default ---
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ClusterConfig:
+    """[cluster]: who belongs together, and how they find each other."""
+
+    name: Annotated[str, _name] = "shardbox"
+    secret_file: Annotated[str, _line] = ""  # as written; whoever reads it starts from the TOML's folder
+    secret: Annotated[str, _secret] = dataclasses.field(default="", repr=False)
+    old_secret_file: Annotated[str, _line] = ""  # of the secret before this one, during a change
+    discovery: Annotated[str, _one_of("mdns", "static")] = "mdns"
+    encryption: Annotated[str, _one_of("on", "off")] = "on"
+    interfaces: Annotated[tuple[str, ...], _list(_interface)] = ()
+    form_wait_s: Annotated[float, _seconds(0, 86400)] = 30.0
+    # without requests, before a clearly better plan takes the place of a ring; 0: never
+    replan_s: Annotated[float, _seconds(0, 86400)] = 60.0
+    copy_models: Annotated[bool, _flag] = True
+    # bytes a second of a node; None: as fast as may be, slowly while an engine answers
+    copy_limit: Annotated[int | None, _cap] = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PortsConfig:
+    """[ports]: TCP ports. `mesh` is the one that other boxes must reach."""
+
+    mesh: Annotated[int, _number(1, 65535)] = 7311
+    api: Annotated[int, _number(1, 65535)] = 8080
+    data: Annotated[int, _base(9000)] = 9000
+    signal: Annotated[int, _base(10000)] = 10000
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ApiConfig:
+    """[api]: who may use the OpenAI endpoint."""
+
+    bind: Annotated[str, _host] = "127.0.0.1"
+    keys_file: Annotated[str, _line] = ""
+    tls_cert: Annotated[str, _line] = ""  # PEM files, relative to the TOML's folder; "": plain HTTP
+    tls_key: Annotated[str, _line] = ""
+    hold_s: Annotated[float, _seconds(0, 3600)] = 60.0  # how long a request waits for a ring that forms again
+    drain_s: Annotated[float, _seconds(0, 3600)] = 20.0  # how long a node that goes down lets answers in progress end
+
+    @property
+    def open(self) -> bool:
+        """Whether anybody on the LAN may ask."""
+        return self.bind not in ("127.0.0.1", "localhost") and not self.keys_file
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineConfig:
+    """[engine], or [nodes.engine] merged over it: where the binaries are and how they run."""
+
+    kind: Annotated[str, _one_of("prima", "rehearsal")] = "prima"
+    isolate: Annotated[str, _one_of("auto", "always", "never")] = "auto"
+    share: Annotated[bool, _flag] = True
+    # a ring that is asked, but shows no sign of life, hangs after a time between these two
+    stall_min_s: Annotated[float, _seconds(5, 3600)] = 10.0
+    stall_max_s: Annotated[float, _seconds(5, 3600)] = 30.0
+    path: Annotated[tuple[str, ...], _list(_path, "a folder or a list of folders", lone=True)] = ("bin",)
+    lib: Annotated[str, _line] = ""
+    args: Annotated[tuple[str, ...], _list(_argument)] = ()
+    env: Annotated[dict[str, str], _map(_variable, _line)] = dataclasses.field(default_factory=dict)
+    threads: Annotated[int, _number(0, 1024)] = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NodeConfig:
+    """One [[nodes]] entry, with the cluster-wide [engine] and [ports] merged in."""
+
+    name: Annotated[str, _name]
+    address: Annotated[str, _address] = ""  # "" means: found by mDNS
+    key: Annotated[str, _public_key] = ""  # that it must have; "": any member may claim the name
+    memory_bytes: Annotated[int | None, _cap] = None  # None: measured
+    gpu_memory_bytes: Annotated[int | None, _cap] = None  # None: measured ("auto"); 0: leave the GPU alone
+    model_dirs: Annotated[tuple[str, ...], _list(_path)] = ()
+    ports: Annotated[PortsConfig, _table(PortsConfig)] = PortsConfig()
+    engine: Annotated[EngineConfig, _table(EngineConfig, "path", "lib", "args", "env", "threads")] = EngineConfig()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RehearseConfig:
+    """models.rehearse: what a model that is not there would look like, for the rehearsal engine only."""
+
+    layers: Annotated[int, _number(1, 4096)]
+    width: Annotated[int, _number(1, 1 << 20)]
+    bytes: Annotated[int, _size]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelConfig:
+    """One [[models]] entry."""
+
+    name: Annotated[str, _model_name]
+    path: Annotated[str, _path]
+    aliases: Annotated[tuple[str, ...], _list(_model_name)] = ()
+    sha256: Annotated[tuple[str, ...], _list(_sha256, lone=True)] = ()  # of each part; (): what the leader has counts
+    context: Annotated[int, _number(64, 1 << 24)] = 4096
+    slots: Annotated[int, _number(1, 64)] = 1
+    max_output: Annotated[int, _number(0, 1 << 24)] = 0  # tokens; 0: no limit of ours
+    nodes: Annotated[tuple[str, ...], _list(_name)] = ()  # which may hold it; (): every one
+    leader: Annotated[str, _leader] = ""  # "": planned
+    # node -> layer window; {}: planned
+    layers: Annotated[dict[str, int], _map(_name, _number(1, 4096))] = dataclasses.field(default_factory=dict)
+    autostart: Annotated[bool, _flag] = True
+    embeddings: Annotated[bool, _flag] = False
+    overcommit: Annotated[bool, _flag] = False  # may be read from disk again for every token, where memory is short
+    rehearse: Annotated[RehearseConfig | None, _made(RehearseConfig)] = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Config:
+    """A whole shardbox.toml."""
+
+    file: str  # the path as the user gave it
+    folder: str  # that relative paths in it start from
+    cluster: Annotated[ClusterConfig, _made(ClusterConfig)] = ClusterConfig()
+    ports: Annotated[PortsConfig, _made(PortsConfig)] = PortsConfig()
+    api: Annotated[ApiConfig, _made(ApiConfig)] = ApiConfig()
+    engine: Annotated[EngineConfig, _made(EngineConfig)] = EngineConfig()
+    nodes: Annotated[tuple[NodeConfig, ...], _list(_table(NodeConfig), "a list of tables, [[nodes]]")] = ()
+    models: Annotated[tuple[ModelConfig, ...], _list(_made(ModelConfig), "a list of tables, [[models]]")] = ()
+
+    def node(self, name: str) -> NodeConfig:
+        """The entry of this node, or one with the cluster's defaults where [[nodes]] does not name it."""
+        others = NodeConfig(name=name, engine=self.engine, ports=self.ports)
+        return next((node for node in self.nodes if node.name == name), others)
+
+    def model(self, name: str) -> ModelConfig | None:
+        """The model with this name or alias, None where there is none."""
+        return next((model for model in self.models if name == model.name or name in model.aliases), None)
+
+    @property
+    def hash(self) -> str:
+        """16 hex digits over all that the file says, without the secret: equal on boxes that agree."""
+        cluster = replace(self.cluster, secret="", secret_file="", old_secret_file="")  # changed box by box
+        return digest(replace(self, file="", folder="", cluster=cluster))
+
+
+def _build(raw: Mapping[str, Any], **more: str) -> Config:
     """The Config of what is right, with [engine] and [ports] merged into each node."""
-    engine, ports = EngineConfig(**raw.get("engine", {})), PortsConfig(**raw.get("ports", {}))
-    nodes = []
+    config, nodes = Config(**{**raw, **more, "nodes": ()}), []
     for node in raw.get("nodes", ()):
-        fields = {f"{key}_bytes" if "memory" in key else key: value for key, value in node.items()}
-        fields["ports"] = replace(ports, **node.get("ports", {}))
         own = node.get("engine", {})
-        fields["engine"] = replace(engine, **{**own, "env": {**engine.env, **own.get("env", {})}})
-        nodes.append(NodeConfig(**fields))
-    return Config(
-        file=file, folder=folder, cluster=ClusterConfig(**raw.get("cluster", {})), ports=ports, engine=engine,
-        api=ApiConfig(**raw.get("api", {})), nodes=tuple(nodes),
-        models=tuple(ModelConfig(**model) for model in raw.get("models", ())),
-    )  # fmt: skip
+        engine = replace(config.engine, **{**own, "env": {**config.engine.env, **own.get("env", {})}})
+        ports = replace(config.ports, **node.get("ports", {}))
+        nodes.append(NodeConfig(**{**node, "engine": engine, "ports": ports}))
+    return replace(config, nodes=tuple(nodes))
 
 
 # --- checks over several keys: each builds only on keys that are clean ---
@@ -905,7 +838,7 @@ def parse_config(data: bytes, *, file: str, folder: str) -> Config:
     relative paths start from; neither is opened. Raises ConfigError with every problem, in file order."""
     text, document = _document(data, file)
     root = _Place(report := _Report(file=file, lines=_key_lines(text)))
-    config = _build(_FILE(document, root), file, folder)
+    config = _build(_table(Config)(document, root), file=file, folder=folder)
     for check in (_check_cluster, _check_unique, _check_models, _check_ports):
         check(config, root)
     problems = [problem for _, problem in sorted(report.problems, key=lambda found: found[0])]
@@ -918,12 +851,11 @@ def parse_config(data: bytes, *, file: str, folder: str) -> Config:
 
 # What a node takes from the TOML only when it starts; all else follows a SIGHUP.
 _FIXED = {
-    "cluster": (
-        *("name", "secret", "secret_file", "old_secret_file", "discovery", "encryption", "interfaces", "copy_limit"),
-    ),
+    "cluster": ("name", "secret", "secret_file", "old_secret_file",
+                "discovery", "encryption", "interfaces", "copy_limit"),
     "api": ("bind", "tls_cert", "tls_key"),
     "engine": ("kind",),
-}
+}  # fmt: skip
 
 
 def reloaded(old: Config, new: Config, name: str) -> tuple[Config, tuple[str, ...]]:
@@ -1090,17 +1022,13 @@ class NodeFacts:
 
     def binary(self, role: str) -> BinaryFacts:
         """This node's binary for a role; one with a `problem` where there is none."""
-        for binary in self.binaries:
-            if binary.role == role:
-                return binary
-        return BinaryFacts(role=role, problem="not looked for")
+        unknown = BinaryFacts(role=role, problem="not looked for")
+        return next((binary for binary in self.binaries if binary.role == role), unknown)
 
     def model(self, name: str) -> ModelFacts:
         """This node's copy of a model; one with a `problem` where there is none."""
-        for model in self.models:
-            if model.name == name:
-                return model
-        return ModelFacts(name=name, problem="not in this node's configuration")
+        unknown = ModelFacts(name=name, problem="not in this node's configuration")
+        return next((model for model in self.models if model.name == name), unknown)
 
 
 # ======================================================================================================
@@ -1558,7 +1486,7 @@ class Costs:
 
     layer_bytes: tuple[int, ...]  # weights
     kv_bytes: tuple[int, ...]  # KV cache of each layer over the whole context
-    upto: tuple[int, ...]  # weights and KV cache of all layers before this one
+    sizes: tuple[int, ...]  # of each layer, both together
     ends_bytes: int  # embedding and output, held by the leader
     graph_bytes: int  # compute buffer of one window
     leader_buffer_bytes: int  # what the leader has beside it, for both ends and the answers
@@ -1575,7 +1503,7 @@ class Costs:
     @property
     def total_bytes(self) -> int:
         """All of it on one node."""
-        return self.fixed_bytes(leader=True) + self.upto[-1]
+        return self.fixed_bytes(leader=True) + sum(self.sizes)
 
 
 def model_costs(shape: ModelShape, context: int, slots: int = 1) -> Costs:
@@ -1594,11 +1522,10 @@ def model_costs(shape: ModelShape, context: int, slots: int = 1) -> Costs:
     words = VOCAB_TOKEN_BYTES[shape.merges]
     values = shape.kv_values or (shape.kv_heads * (shape.key_width + shape.value_width),) * shape.layers
     kv_bytes = tuple(2 * context * count for count in values)
-    both = [weights + kv for weights, kv in zip(shape.layer_bytes, kv_bytes, strict=True)]
     return Costs(
         layer_bytes=shape.layer_bytes,
         kv_bytes=kv_bytes,
-        upto=tuple(itertools.accumulate(both, initial=0)),
+        sizes=tuple(map(sum, zip(shape.layer_bytes, kv_bytes, strict=True))),
         ends_bytes=shape.embedding_bytes + shape.output_bytes,
         graph_bytes=4 * batch * context + max(scores + 4 * inner, forward) + 128 * KIB,
         leader_buffer_bytes=4 * (batch + slots + 1) * shape.vocab + 2 * outer + 128 * KIB,
@@ -1739,9 +1666,8 @@ def _copy_that_counts(field: _Field, model: ModelConfig) -> ModelFacts:
     config, allowed = field.config, dict.fromkeys(model.nodes or tuple(model.layers) or field.facts)
     copies = {name: field.copy(name, model.name) for name in field.facts}
     whole = {name: copy for name, copy in copies.items() if copy.shape is not None and not copy.problem}
-    whole = {name: copy for name, copy in whole.items() if name in allowed} or (
-        whole if config.cluster.copy_models else {}
-    )
+    inside = {name: copy for name, copy in whole.items() if name in allowed}
+    whole = inside or (whole if config.cluster.copy_models else {})
     if not whole:
         if config.engine.kind == "rehearsal" and model.rehearse:
             return ModelFacts(name=model.name, shape=rehearsed_shape(model.rehearse, model.name))
@@ -1752,12 +1678,8 @@ def _copy_that_counts(field: _Field, model: ModelConfig) -> ModelFacts:
     root = root or most_common_root(whole.values())
     wanted = next((copy for copy in whole.values() if copy.root == root), next(iter(whole.values())))
     takers = [name for name, copy in copies.items() if name in allowed and to_fetch(config, model, copy, wanted)]
-    if (
-        len({copy.root for copy in whole.values() if copy.root}) > 1
-        and takers
-        and not model.sha256
-        and model.leader not in whole
-    ):
+    disputed = len({copy.root for copy in whole.values() if copy.root}) > 1
+    if disputed and takers and not model.sha256 and model.leader not in whole:
         held = ", ".join(f"{name} has {copy.root[:8]}" for name, copy in whole.items() if copy.root)
         what = f"{takers[0]} has to fetch {model.path}, but the copies differ: {held}"
         raise _plan_error(model, what, "say which one is right: `sha256` of the model, as sha256sum prints it")
@@ -1847,19 +1769,9 @@ def _good_order(costs: Sequence[Sequence[int]]) -> list[int]:
 # --- one model -----------------------------------------------------------------------------------------
 
 
-def plan_model(
-    config: Config,
-    model: ModelConfig,
-    facts: Sequence[NodeFacts],
-    taken: Mapping[str, int] = {},
-    gpu_taken: Mapping[str, int] = {},
-) -> ModelPlan:
-    """The plan for one model on these nodes. `taken`: bytes of memory, `gpu_taken`: of cards, that models placed before
-    use, by node. Raises PlanError saying what is missing, and by how much."""
-    return _timed(_placed(_look_over(config, facts), model, taken, gpu_taken), {node.name: node for node in facts})
-
-
 def _placed(field: _Field, model: ModelConfig, taken: Mapping[str, int], gpu_taken: Mapping[str, int]) -> ModelPlan:
+    """Where one model goes, without times. `taken`: bytes of memory, `gpu_taken`: of cards, that models placed before
+    use, by node. Raises PlanError saying what is missing, and by how much."""
     wanted = _copy_that_counts(field, model)
     shape = typing.cast(ModelShape, wanted.shape)
     context = model.slots * (-(-model.context // CONTEXT_STEP) * CONTEXT_STEP)
@@ -1871,25 +1783,21 @@ def _placed(field: _Field, model: ModelConfig, taken: Mapping[str, int], gpu_tak
             left_out[name] = problem
         else:
             rooms.append(node_room(field.entries[name], node, taken.get(name, 0), gpu_taken.get(name, 0)))
-    small = [room for room in rooms if room.total_bytes < least]
-    if len(small) < len(rooms) and not model.layers:  # one that could hold nothing stands in nobody's way
-        part = format_size(least)
-        for room in small:
-            free = format_size(room.total_bytes)
-            left_out[room.node] = f"no room: {free} free here, the least part takes {part}"
-        rooms = [room for room in rooms if room.total_bytes >= least]
+    large = [room for room in rooms if room.total_bytes >= least]
+    if large and not model.layers:  # one that could hold nothing stands in nobody's way
+        for room in rooms:
+            if room.total_bytes < least:
+                free = f"{format_size(room.total_bytes)} free here"
+                left_out[room.node] = f"no room: {free}, the least part takes {format_size(least)}"
+        rooms = large
     fetch = {room.node: to_fetch(field.config, model, field.copy(room.node, model.name), wanted) for room in rooms}
     rooms.sort(key=lambda room: (fetch[room.node] > 0, -coarse(room.total_bytes), room.node))  # who has it goes first
-    draft = _Draft(
-        field=field, model=model, shape=shape, costs=costs, context=context, rooms=rooms, left_out=left_out, fetch=fetch
-    )
+    draft = _Draft(field=field, model=model, shape=shape, costs=costs, rooms=rooms, left_out=left_out, fetch=fetch)
     ring, cycles, reason = draft.by_hand() if model.layers else draft.single() or draft.ring()
-    used = {room.node for room, _ in ring}
-    left_out |= {
-        room.node: f"not needed: fewer ranks are faster ({format_size(room.total_bytes)} free here)"
-        for room in rooms
-        if room.node not in used
-    }
+    for room in rooms:
+        left_out[room.node] = f"not needed: fewer ranks are faster ({format_size(room.total_bytes)} free here)"
+    for room, _ in ring:
+        del left_out[room.node]
     return ModelPlan(
         model=model.name,
         block=field.config.models.index(model),
@@ -1900,7 +1808,7 @@ def _placed(field: _Field, model: ModelConfig, taken: Mapping[str, int], gpu_tak
         cycles=cycles,
         root=wanted.root,
         left_out=left_out,
-        ranks=tuple(replace(rank, copy_bytes=fetch.get(rank.node, 0)) for rank in draft.ranks(ring, cycles)),
+        ranks=draft.ranks(ring, cycles),
     )
 
 
@@ -1915,7 +1823,6 @@ class _Draft:
     model: ModelConfig
     shape: ModelShape
     costs: Costs
-    context: int
     rooms: list[Room]
     left_out: dict[str, str]
     fetch: dict[str, int]  # node -> bytes of the file that it has to fetch first
@@ -1934,21 +1841,20 @@ class _Draft:
 
     def single(self) -> tuple[_Ring, int, str] | None:
         """One node that can lead, when it all fits there: the fastest as far as is known, else the roomiest."""
-        layers = self.shape.layers
-        roomy = [room for room in self.leaders() if room.total_bytes >= self.costs.total_bytes]
+        layers, need = self.shape.layers, self.costs.total_bytes
+        roomy = [room for room in self.leaders() if room.total_bytes >= need]
         fitting = [room for room in roomy if self.free([(room, layers)])[0] >= 0]
         if not fitting:
             return None
 
         def slowness(room: Room) -> tuple[bool, float]:
             facts = self.field.facts[room.node]
-            gpu = fit_gpu(self.sizes([(0, layers)]), layers, self.gpu_room(room))[0]
+            gpu = fit_gpu(self.costs.sizes, layers, self.gpu_room(room))[0]
             seconds = compute_s(self.shape, facts, facts.cores, range(layers), gpu, leads=True)
             return self.fetch[room.node] > 0, coarse(int(seconds * 1e9)) if seconds else math.inf
 
         room = min(fitting, key=slowness)
-        need = format_size(self.costs.total_bytes)
-        fits = f"fits on {room.node} alone ({need} of {format_size(room.total_bytes)})"
+        fits = f"fits on {room.node} alone ({format_size(need)} of {format_size(room.total_bytes)})"
         return [(room, layers)], 1, f"{fits}: not worth splitting, a ring would be slower"
 
     def by_hand(self) -> tuple[_Ring, int, str]:
@@ -2025,7 +1931,7 @@ class _Draft:
         return None
 
     def first_shares(self, rooms: list[Room]) -> list[int]:
-        layers, layer = self.shape.layers, max(1, self.costs.upto[-1] // self.shape.layers)
+        layers, layer = self.shape.layers, max(1, sum(self.costs.sizes) // self.shape.layers)
         spare = [room.total_bytes - self.costs.fixed_bytes(leader=n == 0) for n, room in enumerate(rooms)]
         if min(spare) <= 0 or len(rooms) > layers:
             return []
@@ -2056,21 +1962,16 @@ class _Draft:
                 return None
             ring = list(zip(rooms, largest_remainder(-(-layers // cycles), spare), strict=True))
             needs = [
-                sum(costs.kv_bytes[n] for start, count in its for n in range(start, start + count))
-                + (2 * window * max(costs.layer_bytes) if able else 0)
-                for its, (_, window) in zip(self.pieces(ring), ring, strict=True)
+                sum(costs.kv_bytes[n] for n in held) + (2 * window * max(costs.layer_bytes) if able else 0)
+                for held, (_, window) in zip(self.held(ring), ring, strict=True)
             ]
             if all(need <= have for need, have in zip(needs, spare, strict=True)):
                 return ring, cycles
         return None
 
-    def pieces(self, ring: _Ring) -> list[list[tuple[int, int]]]:
+    def held(self, ring: _Ring) -> list[list[int]]:
+        """Each rank's layers."""
         return segments([window for _, window in ring], self.shape.layers)
-
-    def sizes(self, pieces: Sequence[tuple[int, int]]) -> list[int]:
-        """Weights and KV cache of each of these layers."""
-        costs = self.costs
-        return [costs.upto[n + 1] - costs.upto[n] for start, count in pieces for n in range(start, start + count)]
 
     def gpu_room(self, room: Room) -> int:
         """Bytes of a card for whole layers: each engine on it also has its compute buffer there."""
@@ -2078,11 +1979,11 @@ class _Draft:
 
     def free(self, ring: _Ring, cycles: int = 1) -> list[int]:
         """What each node has left, in bytes; negative: too much. A part of a layer's room on a card is no use."""
-        result, costs = [], self.costs
-        for rank, ((room, window), pieces) in enumerate(zip(ring, self.pieces(ring), strict=True)):
-            need = sum(costs.upto[start + count] - costs.upto[start] for start, count in pieces)
-            on_card = fit_gpu(self.sizes(pieces), window, self.gpu_room(room))[1] if room.gpu_bytes else 0
-            result.append(room.ram_bytes + on_card - costs.fixed_bytes(rank == 0, cycles) - need)
+        result = []
+        for rank, ((room, window), held) in enumerate(zip(ring, self.held(ring), strict=True)):
+            sizes = [self.costs.sizes[n] for n in held]
+            on_card = fit_gpu(sizes, window, self.gpu_room(room))[1]
+            result.append(room.ram_bytes + on_card - self.costs.fixed_bytes(rank == 0, cycles) - sum(sizes))
         return result
 
     def ranks(self, ring: _Ring, cycles: int) -> tuple[RankPlan, ...]:
@@ -2092,9 +1993,8 @@ class _Draft:
         if len(ring) == 1 and not self.model.leader:
             lead = "leads: holds it all"
         result = []
-        for rank, ((room, window), pieces) in enumerate(zip(ring, self.pieces(ring), strict=True)):
-            layers = [n for start, count in pieces for n in range(start, start + count)]
-            gpu_layers, gpu_bytes = fit_gpu(self.sizes(pieces), window, self.gpu_room(room))
+        for rank, ((room, window), layers) in enumerate(zip(ring, self.held(ring), strict=True)):
+            gpu_layers, gpu_bytes = fit_gpu([costs.sizes[n] for n in layers], window, self.gpu_room(room))
             why = self.field.workers.get(room.node, "window by usable memory") if rank else lead
             result.append(
                 RankPlan(
@@ -2112,22 +2012,22 @@ class _Draft:
                     free_bytes=max(0, free[rank]),
                     threads=self.field.entries[room.node].engine.threads or self.field.facts[room.node].cores,
                     why=f"{why} ({room.note})",
+                    copy_bytes=self.fetch[room.node],
                 )
             )
         return tuple(result)
 
 
-def segments(windows: Sequence[int], layers: int) -> list[list[tuple[int, int]]]:
-    """Each rank's pieces of the model as (first layer, how many): rank 1 starts and the leader ends a round, and rounds
-    go on until the layers are used up (measured on Prima bdf9d8e7)."""
-    pieces: list[list[tuple[int, int]]] = [[] for _ in windows]
+def segments(windows: Sequence[int], layers: int) -> list[list[int]]:
+    """Each rank's layers: rank 1 starts and the leader ends a round, and rounds go on until the layers are used up
+    (measured on Prima bdf9d8e7)."""
+    held: list[list[int]] = [[] for _ in windows]
     done, turns = 0, itertools.cycle([*range(1, len(windows)), 0])
     while done < layers:
         rank = next(turns)
-        count = min(windows[rank], layers - done)
-        pieces[rank].append((done, count))
-        done += count
-    return pieces
+        held[rank] += range(done, min(done + windows[rank], layers))
+        done += windows[rank]
+    return held
 
 
 def largest_remainder(total: int, weights: Sequence[int]) -> list[int]:
@@ -2154,31 +2054,21 @@ def fit_gpu(sizes: Sequence[int], window: int, room: int) -> tuple[int, int]:
 def _timed(plan: ModelPlan, facts: Mapping[str, NodeFacts]) -> ModelPlan:
     """The plan with what a token will take, rank by rank, and on one box that held it all."""
     shape, ranks = plan.shape, []
-    pieces = segments([rank.window for rank in plan.ranks], plan.layers)
-    for rank, its in zip(plan.ranks, pieces, strict=True):
+    for rank, layers in zip(plan.ranks, segments([rank.window for rank in plan.ranks], plan.layers), strict=True):
         here, after = facts[rank.node], facts[plan.ranks[(rank.rank + 1) % plan.world].node]
-        layers = [n for start, count in its for n in range(start, start + count)]
-        gpu = rank.gpu_layers * len(its)
+        gpu = min(len(layers), rank.gpu_layers * plan.cycles)
         seconds = 0.0 if plan.paged_bytes else compute_s(shape, here, rank.threads, layers, gpu, rank.rank == 0)
         hop_s = HOP_S + hop_ns(here, after, 4 * shape.width) / 1e9 if plan.world > 1 else 0.0
         ranks.append(replace(rank, compute_s=seconds, hop_s=hop_s))
     known = all(rank.compute_s or facts[rank.node].engine_kind == "rehearsal" for rank in ranks)
     total = sum(rank.compute_s for rank in ranks) + plan.cycles * sum(rank.hop_s for rank in ranks)
-    alone = {
-        rank.node: compute_s(shape, facts[rank.node], rank.threads, range(plan.layers), 0, leads=True) for rank in ranks
-    }
-    fastest = min(
-        (node for node, seconds in alone.items() if seconds), key=lambda node: (alone[node], node), default=""
-    )
-    if plan.world == 1:
-        fastest, alone[fastest] = (plan.leader, total) if known and total else ("", 0.0)
-    return replace(
-        plan,
-        ranks=tuple(ranks),
-        token_s=total if known and not plan.paged_bytes else 0.0,
-        alone=fastest,
-        alone_s=alone.get(fastest, 0.0),
-    )
+    alone = [(total if known else 0.0, plan.leader)]
+    if plan.world > 1:
+        everything = range(plan.layers)
+        alone = [(compute_s(shape, facts[rank.node], rank.threads, everything, 0, True), rank.node) for rank in ranks]
+    alone_s, fastest = min((pair for pair in alone if pair[0]), default=(0.0, ""))
+    token_s = total if known and not plan.paged_bytes else 0.0
+    return replace(plan, ranks=tuple(ranks), token_s=token_s, alone=fastest, alone_s=alone_s)
 
 
 # --- all models ----------------------------------------------------------------------------------------
@@ -2189,17 +2079,17 @@ def plan_all(
 ) -> dict[str, ModelPlan | PlanError]:
     """A plan or the reason against it for each model, in the TOML's order; `placed` are rings that run
     already and keep what they have."""
-    placed, taken = placed or {}, Counter[str]()
+    placed, field = placed or {}, _look_over(config, facts)
     blocks = {plan.block for plan in placed.values()}  # the TOML's order may have changed since
+    taken, holders = Counter[str](), Counter[str]()
     gpu_taken = Counter[str]()  # not of `placed`: what NVML calls free is already without it
-    field, holders = _look_over(config, facts), dict[str, int]()
     result: dict[str, ModelPlan | PlanError] = {}
 
     def take(plan: ModelPlan) -> None:
         for rank in plan.ranks:
             need = rank.weights_bytes + rank.kv_bytes + rank.buffer_bytes - rank.gpu_bytes - rank.paged_bytes
             taken[rank.node] += need
-            holders[plan.model] = holders.get(plan.model, 0) + need
+            holders[plan.model] += need
 
     for plan in placed.values():
         take(plan)
@@ -2757,7 +2647,7 @@ class CopyView:
 
     model: str
     node: str
-    state: str  # copying | done | failed
+    state: str  # copying | done | failed; reading: the node hashes its own
     done_bytes: int = 0
     size_bytes: int = 0
     bytes_per_s: float = 0.0
@@ -2767,10 +2657,11 @@ class CopyView:
 
 
 def copy_text(view: CopyView) -> str:
-    """How far a copy is, in words."""
+    """How far a copy is, or the reading of one, in words."""
     if view.state == "failed":
         return f"{view.node}: {view.problem}"
-    text = f"{view.node} has {100 * view.done_bytes // max(1, view.size_bytes)} % of {format_size(view.size_bytes)}"
+    has = "has read" if view.state == "reading" else "has"
+    text = f"{view.node} {has} {100 * view.done_bytes // max(1, view.size_bytes)} % of {format_size(view.size_bytes)}"
     if not view.size_bytes:
         return f"{view.node} asks for it"
     if view.bytes_per_s:
@@ -3098,6 +2989,26 @@ def write_atomic(path: str, data: bytes) -> None:
     os.replace(draft, path)
 
 
+Spend: TypeAlias = Callable[[int], None]  # asked before so many bytes are read or sent
+
+
+def freely(_: int) -> None:
+    """Wait for nothing."""
+
+
+def hash_range(file: int, start: int, size: int, spend: Spend = freely) -> str:
+    """SHA-256 of a part of an open file, of what is there if it is shorter."""
+    found, end = hashlib.sha256(), start + size
+    while start < end:
+        spend(min(MIB, end - start))
+        data = os.pread(file, min(MIB, end - start), start)
+        if not data:
+            break
+        found.update(data)
+        start += len(data)
+    return found.hexdigest()
+
+
 class HashCache:
     """Content hashes of files, kept in `hashes.json` in the state folder; losing it costs time only. An entry counts
     while path, size, mtime and inode are the same. Safe to use from several threads."""
@@ -3109,34 +3020,32 @@ class HashCache:
         with contextlib.suppress(OSError, ValueError, TypeError, AttributeError), open(self._file, "rb") as file:
             self._entries = {key: list(entry) for key, entry in json.load(file).items()}
 
-    def file_sha256(self, path: str) -> str:
-        """SHA-256 of a file as sha256sum prints it. Raises GgufError where it cannot be read whole."""
-        return str(self._cached("file", path, lambda file, _: [hashlib.file_digest(file, "sha256").hexdigest()])[3])
-
-    def file_hashes(self, path: str, *, progress: Callable[[int], None], stop: Callable[[], bool]) -> tuple[str, ...]:
-        """SHA-256 of each CHUNK_BYTES of a file. `progress` gets the bytes done so far; `stop` is asked once a MiB.
-        Raises ShardboxError when stopped, GgufError when the file cannot be read or changes meanwhile."""
+    def file_sha256(self, path: str, spend: Spend = freely, *, again: bool = False) -> str:
+        """SHA-256 of a file as sha256sum prints it. `spend` and errors: as file_hashes."""
 
         def compute(file: BufferedReader, size: int) -> list[str]:
-            hashes = []
-            for start in range(0, size, CHUNK_BYTES):
-                chunk = hashlib.sha256()
-                for _ in range(CHUNK_BYTES // MIB):
-                    if stop():
-                        raise ShardboxError("hashing was stopped", where=path)
-                    chunk.update(file.read(MIB))
-                hashes.append(chunk.hexdigest())
-                progress(min(size, start + CHUNK_BYTES))
-            return hashes
+            return [hash_range(file.fileno(), 0, size, spend)]
 
-        size, _, _, *hashes = self._cached("chunks", path, compute)
-        progress(size)
-        return tuple(hashes)
+        return str(self._cached("file", path, compute, again)[3])
 
-    def known(self, path: str) -> tuple[str, ...] | None:
-        """The chunk hashes of a file that has not changed since they were made; None without."""
+    def file_hashes(self, path: str, spend: Spend = freely, *, again: bool = False) -> tuple[str, ...]:
+        """SHA-256 of each CHUNK_BYTES of a file, on all cores. `spend` is called by each of them before it reads so
+        many bytes: it may wait, and what it raises ends all. `again`: also what is known already. Raises GgufError
+        where the file cannot be read or changes meanwhile."""
+
+        def compute(file: BufferedReader, size: int) -> list[str]:
+            def chunk(start: int) -> str:
+                return hash_range(file.fileno(), start, min(CHUNK_BYTES, size - start), spend)
+
+            with ThreadPoolExecutor(os.cpu_count()) as pool:
+                return list(pool.map(chunk, range(0, size, CHUNK_BYTES)))
+
+        return tuple(self._cached("chunks", path, compute, again)[3:])
+
+    def known(self, path: str, kind: str = "chunks") -> tuple[str, ...] | None:
+        """The hashes of a file that has not changed since they were made; None without."""
         with contextlib.suppress(OSError), open(path, "rb") as file:
-            entry = self._entries.get(f"chunks {os.path.abspath(path)}", [])
+            entry = self._entries.get(f"{kind} {os.path.abspath(path)}", [])
             return tuple(entry[3:]) if entry[:3] == _identity(file) else None
         return None
 
@@ -3145,18 +3054,15 @@ class HashCache:
         with open(path, "rb") as file:
             self._keep(f"chunks {os.path.abspath(path)}", [*_identity(file), *hashes])
 
-    def forget(self, path: str) -> None:
-        """Read it again when asked next."""
-        for kind in ("chunks", "file"):
-            self._entries.pop(f"{kind} {os.path.abspath(path)}", None)
-
-    def _cached(self, kind: str, path: str, compute: Callable[[BufferedReader, int], list[str]]) -> list[Any]:
+    def _cached(
+        self, kind: str, path: str, compute: Callable[[BufferedReader, int], list[str]], again: bool
+    ) -> list[Any]:
         key = f"{kind} {os.path.abspath(path)}"
         try:
             with open(path, "rb") as file:
                 before = _identity(file)
                 entry = self._entries.get(key, [])
-                if entry[:3] == before:
+                if entry[:3] == before and not again:
                     return entry
                 entry = [*before, *compute(file, before[0])]
                 if _identity(file) != before:
@@ -3433,10 +3339,33 @@ def _matches(entry: str, name: str, ip: ipaddress.IPv4Address) -> bool:
 # ======================================================================================================
 
 
+class Reading:
+    """How far this box is with reading a model's files, and how fast. Any thread."""
+
+    def __init__(self, model: str, node: str, size: int) -> None:
+        self.model, self.node, self.size, self.done, self._lock = model, node, size, 0, threading.Lock()
+        self._marks = collections.deque([(time.monotonic(), 0)], maxlen=11)
+
+    def add(self, count: int) -> None:
+        """So many bytes more."""
+        with self._lock:
+            self.done, now = self.done + count, time.monotonic()
+            if now - self._marks[-1][0] > 0.5:
+                self._marks.append((now, self.done))
+
+    def view(self) -> CopyView:
+        """The rate is that of the last seconds."""
+        (then, before), (now, after) = self._marks[0], self._marks[-1]
+        rate = (after - before) / (now - then) if now > then else 0.0
+        return CopyView(model=self.model, node=self.node, state="reading", done_bytes=self.done, size_bytes=self.size,
+                        bytes_per_s=rate)  # fmt: skip
+
+
 class Surveyor:
     """Gathers this node's facts; what is slow (binaries, model files, hashing) only when it changed."""
 
     RECHECK_S = 10.0  # between two looks at model files, binaries and network addresses
+    SAY_S = 10.0  # between two lines in the log on a model that is being read
 
     def __init__(self, config: Config, name: str, folder: str, isolation: str, key: str = "") -> None:
         """`isolation`: "" or why engines cannot be closed in. `key`: this node's public one."""
@@ -3461,7 +3390,8 @@ class Surveyor:
         self._checked = 0.0
         self._left_out: tuple[str, ...] = ()  # addresses that are not used, each with its reason
         self._known: dict[str, tuple[Any, Any]] = {}  # probe -> what its files looked like, and what it said
-        self._progress: dict[str, int] = {}
+        self.readings: dict[str, Reading] = {}  # by first part
+        self.pace: Spend = freely  # waits while engines here are at work; see Node
         self._roots: dict[str, tuple[str, str]] = {}  # model -> (content hash, problem)
         self.receiving: dict[str, str] = {}  # model -> content hash of a copy that is coming in
         self._stop = threading.Event()
@@ -3503,9 +3433,7 @@ class Surveyor:
         if not found:
             return {"problem": "not here"}
         before, _ = self._roots.get(found, ("", ""))
-        for part in part_paths(found):
-            self._cache.forget(part)
-        self._hash([(found, model.sha256)])
+        self._hash([(found, model)], again=True)
         root, problem = self._roots[found]
         return {"path": found, "before": before, "root": root, "problem": problem}
 
@@ -3515,7 +3443,7 @@ class Surveyor:
         for path, its in zip(paths, hashes, strict=True):
             self._cache.remember(path, its)
         if model:
-            self._roots[paths[0]] = (self._content(paths[0]), "")
+            self._roots[paths[0]] = (root_hash(self._hashed(paths)), "")
         self._checked = 0.0
 
     def reload(self, config: Config) -> None:
@@ -3543,22 +3471,23 @@ class Surveyor:
         models = tuple(map(self._model, self._config.models))
         roles = ENGINE_ROLES if self._config.engine.kind == "prima" else ()
         if not (self._hasher and self._hasher.is_alive()):
-            wanted = {model.name: model.sha256 for model in self._config.models}
-            work = [(copy.path, wanted[copy.name]) for copy in models if copy.path and not copy.problem]
+            found = zip(models, self._config.models, strict=True)
+            work = [(copy.path, model) for copy, model in found if copy.path and not copy.problem]
             self._hasher = threading.Thread(target=self._hash, args=(work,), name="hash", daemon=True)
             self._hasher.start()
+        if self._stop.is_set():  # it reads nothing, only says what is known
+            self._hasher.join()
         binaries = tuple(map(self._binary, roles))
         self._engine_paths = []
         if self._config.engine.share:
             self._engine_paths = engine_files(binaries, engine_places(self._config, self._node, self._folder)[1])
         engine_root = root_hash(self._hashed(self._engine_paths)) if self._engine_paths else ""
-        found = replace(self._facts, addresses=addresses, models=models, binaries=binaries, engine_root=engine_root)
-        return replace(found, gpus=gpus, gpu_note=note, cores=probe_cores())
+        facts = replace(self._facts, addresses=addresses, models=models, binaries=binaries, engine_root=engine_root)
+        return replace(facts, gpus=gpus, gpu_note=note, cores=probe_cores())
 
-    def _hashed(self, paths: Sequence[str]) -> list[tuple[int, Sequence[str]]]:
-        """Size and chunk hashes of small files. Raises GgufError."""
-        read = functools.partial(self._cache.file_hashes, progress=lambda _: None, stop=self._stop.is_set)
-        return [(os.path.getsize(path), read(path)) for path in paths]
+    def _hashed(self, paths: Sequence[str], **how: Any) -> list[tuple[int, Sequence[str]]]:
+        """Size and chunk hashes of files; see HashCache.file_hashes."""
+        return [(os.path.getsize(path), self._cache.file_hashes(path, **how)) for path in paths]
 
     def _binary(self, role: str) -> BinaryFacts:
         engine = self._node.engine
@@ -3581,7 +3510,8 @@ class Surveyor:
 
     def _with_root(self, copy: ModelFacts) -> ModelFacts:
         root, problem = self._roots.get(copy.path, ("", ""))
-        hashed, receiving = self._progress.get(copy.path, 0), self.receiving.get(copy.name, "")
+        reading, receiving = self.readings.get(copy.path), self.receiving.get(copy.name, "")
+        hashed = copy.size_bytes * reading.done // reading.size if reading else 0
         found = replace(copy, root=root, problem=copy.problem or problem, hashed_bytes=hashed, receiving=receiving)
         return replace(found, room_bytes=coarse(self._room(copy.name))) if copy.problem else found
 
@@ -3602,45 +3532,61 @@ class Surveyor:
         missing = not all(map(os.path.exists, part_paths(whole))) if whole else True
         return found.f_bavail * found.f_frsize + drafts if missing else 0
 
-    def _hash(self, work: Sequence[tuple[str, Sequence[str]]]) -> None:
-        """In a thread: read new or changed files; unchanged ones come from the cache at once. `work`: first parts, and
-        what sha256sum must print for each part."""
-        for path, wanted in work:
+    def _hash(self, work: Sequence[tuple[str, ModelConfig]], again: bool = False) -> None:
+        """In a thread: read new or changed files, or all of them `again`; unchanged ones come from the cache at once.
+        `work`: first parts, each with its model."""
+        for path, model in work:
             root, problem = "", ""
             try:
-                root = self._content(path)
-                problem = self._contradiction(path, wanted)
+                with self._reading(path, model, again) as spend:
+                    root = root_hash(self._hashed(part_paths(path), spend=spend, again=again))
+                    problem = self._contradiction(path, model.sha256, spend, again)
             except (ShardboxError, OSError) as error:
                 problem = error.what if isinstance(error, ShardboxError) else f"cannot be read: {error.strerror}"
-            self._roots[path] = (root, problem)
-            if self._stop.is_set():
-                return
+            if root or not self._stop.is_set():
+                self._roots[path] = (root, problem)
 
-    def _contradiction(self, path: str, wanted: Sequence[str]) -> str:
+    @contextlib.contextmanager
+    def _reading(self, path: str, model: ModelConfig, again: bool) -> Iterator[Spend]:
+        """What is to be told of each MiB of a model's files that is read; `readings` has it meanwhile."""
+        parts, said_at = part_paths(path), time.monotonic()
+        work = [*((part, "chunks") for part in parts), *((part, "file") for part in parts if model.sha256)]
+        sizes = [os.path.getsize(part) for part, kind in work if again or self._cache.known(part, kind) is None]
+        reading = Reading(model.name, self._facts.name, sum(sizes))
+
+        def spend(count: int) -> None:
+            nonlocal said_at
+            if self._stop.is_set():
+                raise ShardboxError("reading was stopped", where=path)
+            self.pace(count)
+            reading.add(count)
+            if time.monotonic() - said_at > self.SAY_S:
+                said_at = time.monotonic()
+                log.info("model %s: %s", model.name, copy_text(reading.view()))
+
+        if reading.size:
+            self.readings[path] = reading
+        try:
+            yield spend
+        finally:
+            if self.readings.get(path) is reading:
+                del self.readings[path]
+
+    def _contradiction(self, path: str, wanted: Sequence[str], spend: Spend, again: bool) -> str:
         """Where a part is not what the TOML's `sha256` says; "" where all are."""
         parts = part_paths(path)
         if wanted and len(wanted) != len(parts):
             return f"it has {len(parts)} parts, the TOML's sha256 is of {len(wanted)}"
         for part, said in zip(parts, wanted, strict=False):
-            if (found := self._cache.file_sha256(part)) != said:
+            if (found := self._cache.file_sha256(part, spend, again=again)) != said:
                 return f"{part} has SHA-256 {found[:16]}..., the TOML says {said[:16]}..."
         return ""
 
-    def _content(self, path: str) -> str:
-        """The content hash over all parts; the progress counts on from part to part."""
-        hashes: list[tuple[int, Sequence[str]]] = []
-        for part in part_paths(path):
-
-            def note(count: int, before: int = sum(size for size, _ in hashes)) -> None:
-                self._progress[path] = before + count
-
-            chunks = self._cache.file_hashes(part, progress=note, stop=self._stop.is_set)
-            hashes.append((os.path.getsize(part), chunks))
-        return root_hash(hashes)
-
     def close(self) -> None:
-        """Stop reading; what is finished stays cached."""
+        """Read no model any more; what is finished stays cached."""
         self._stop.set()
+        if self._hasher:
+            self._hasher.join(2.0)  # a disk that hangs holds nobody up
 
 
 ENGINE_ROLES = ("leader", "worker")
@@ -4764,6 +4710,7 @@ GIVE_UP_S = 60.0  # a copy into which nothing came for so long has failed
 OFFER_WAIT_S = 1.0  # how long a giver waits for a chunk of its own to land before it says -1
 MAX_LISTING_BYTES = 32 * MIB
 TRICKLE_BYTES_PER_S = 4 * MIB  # of a copy on a box whose engine is answering
+READ_BYTES_PER_S = 16 * MIB  # to hash what is on the disk there: one core in thirty, or less
 _CHUNK_NUMBER = struct.Struct(">i")
 
 
@@ -4819,25 +4766,16 @@ def pick_chunk(offered: int, handed_out: Sequence[int]) -> int:
     return min(numbers, key=lambda n: (handed_out[n], n), default=-1)
 
 
-def chunk_hash(file: int, start: int, size: int) -> str:
-    """SHA-256 of a part of an open file, of what is there if it is shorter."""
-    found = hashlib.sha256()
-    while size > 0 and (data := os.pread(file, min(size, MIB), start)):
-        found.update(data)
-        start, size = start + len(data), size - len(data)
-    return found.hexdigest()
-
-
 class Pace:
     """What copies may take of this box while its engines answer, or always if a rate is set. Any thread."""
 
-    def __init__(self, limit: int | None, busy: Callable[[], bool]) -> None:
-        """`limit`: bytes a second; 0 for none; None: none but while engines answer."""
-        self._limit, self._busy, self._lock, self._next = limit, busy, threading.Lock(), 0.0
+    def __init__(self, limit: int | None, busy: Callable[[], bool], trickle: int = TRICKLE_BYTES_PER_S) -> None:
+        """`limit`: bytes a second; 0 for none; None: none, but `trickle` while engines answer."""
+        self._limit, self._busy, self._trickle, self._lock, self._next = limit, busy, trickle, threading.Lock(), 0.0
 
     def spend(self, count: int) -> None:
         """Wait until `count` more bytes may have been moved."""
-        rate = self._limit if self._limit is not None else TRICKLE_BYTES_PER_S if self._busy() else 0
+        rate = self._limit if self._limit is not None else self._trickle if self._busy() else 0
         if rate:
             with self._lock:
                 now = time.monotonic()
@@ -4950,7 +4888,7 @@ class Landing:
                 data = os.lseek(file, start, os.SEEK_DATA)
             except OSError as error:  # ENXIO: nothing but a hole from here to the end; else it cannot be told
                 data = start + size if error.errno == errno.ENXIO else start
-            return data < start + size and chunk_hash(file, start, size) == wanted
+            return data < start + size and hash_range(file, start, size) == wanted
 
         mine = [(n, chunk) for n, chunk in enumerate(self.chunks) if chunk[0] == number]
         with ThreadPoolExecutor(os.cpu_count()) as pool:
@@ -5026,13 +4964,16 @@ class Landing:
         except FileExistsError:
             raise FileError("was put there meanwhile", where=path, hint="delete one of the two") from None
         except OSError:  # FAT has no links
+            if os.path.lexists(path):
+                raise FileError("was put there meanwhile", where=path, hint="delete one of the two") from None
             os.rename(draft, path)
 
     def close(self) -> None:
         """Give the descriptors back; what has landed stays."""
         with self.changed:
             for file in self.files:
-                os.close(file)
+                with contextlib.suppress(OSError):  # a disk that is gone; what counts was synced before
+                    os.close(file)
             self.files = []
 
 
@@ -5373,6 +5314,7 @@ class Copy:
 STICK_FORMAT = 1
 PIECE_BYTES = 255 * CHUNK_BYTES  # FAT takes files of less than 4 GiB
 MANIFEST_NAME = "manifest.json"
+STICK_BACK = "put the stick back and type it again: it goes on from here"
 STICK_TEXT = """This stick sets up a box of the shardbox cluster "{cluster}".
 
 In a terminal on that box, in an empty folder where shardbox is to live:
@@ -5417,7 +5359,9 @@ def read_manifest(folder: str, name: str = MANIFEST_NAME) -> Manifest:
     except FileNotFoundError:
         what, hint = "is no stick of shardbox, or `pack` did not come to its end", "`shardbox pack` it (again)"
         raise FileError(what, where=folder, hint=hint) from None
-    except (OSError, ValueError, RecursionError, MessageError) as error:
+    except OSError as error:
+        raise FileError(f"cannot be read: {error.strerror}", where=path, hint=STICK_BACK) from None
+    except (ValueError, RecursionError, MessageError) as error:
         raise FileError(f"cannot be read: {error}", where=path, hint="`shardbox pack` it again") from None
     if manifest.format != STICK_FORMAT:
         raise FileError(f"has format {manifest.format}, this shardbox reads {STICK_FORMAT}", where=path)
@@ -5484,19 +5428,23 @@ def to_pack(
     return found
 
 
-def pack_file(
-    folder: str, names: set[str], kind: str, target: str, path: str, cache: HashCache, tell: Callable[[int], None],
-    platform: str = "", model: str = "",
-) -> StickFile:  # fmt: skip
-    """Put one file on the stick, in pieces; those that are there already and right stay. Raises FileError, OSError."""
-    hashes = cache.file_hashes(path, progress=lambda _: None, stop=lambda: False)
+def piece_names(name: str, size: int) -> tuple[str, ...]:
+    """The names of a file's pieces on the stick."""
+    count = len(range(0, max(1, size), PIECE_BYTES))
+    return tuple(f"{name}.{n:03}" for n in range(1, count + 1)) if count > 1 else (name,)
+
+
+def pack_file(folder: str, path: str, entry: StickFile, cache: HashCache, tell: Callable[[int], None]) -> StickFile:
+    """Put one file on the stick, in pieces; those that are there already and right stay. `entry` lacks the hashes.
+    Raises FileError, OSError."""
+    hashes = cache.file_hashes(path)
     with open(path, "rb") as file:
-        size, name = os.fstat(file.fileno()).st_size, stick_name(kind, target, platform, names)
-        listing = piece_listing(size, hashes)
-        pieces = tuple(f"{name}.{n:03}" if len(listing.files) > 1 else name for n in range(1, len(listing.files) + 1))
-        landing = Landing(listing, [os.path.join(folder, piece) for piece in pieces], replace=True)
+        if os.fstat(file.fileno()).st_size != entry.size:
+            raise FileError("it changed meanwhile", where=path, hint="wait until it is whole, and pack again")
+        places = [os.path.join(folder, piece) for piece in entry.pieces]
+        landing = Landing(piece_listing(entry.size, hashes), places, replace=True)
         fill(landing, lambda at, count: os.pread(file.fileno(), count, at), tell)
-    return StickFile(kind=kind, path=target, size=size, hashes=hashes, pieces=pieces, platform=platform, model=model)
+    return replace(entry, hashes=hashes)
 
 
 def unpack_file(stick: str, entry: StickFile, path: str, replace_it: bool, tell: Callable[[int], None]) -> list[str]:
@@ -5508,10 +5456,10 @@ def unpack_file(stick: str, entry: StickFile, path: str, replace_it: bool, tell:
         piece = pieces[at // PIECE_BYTES]
         try:
             with open(piece, "rb") as file:
-                return os.pread(file.fileno(), size, at % PIECE_BYTES)
+                file.seek(at % PIECE_BYTES)
+                return file.read(size)  # unlike pread it fails where a part can be read
         except OSError as error:
-            hint = "put the stick back and type it again: it goes on from here"
-            raise FileError(f"cannot be read: {error.strerror}", where=piece, hint=hint) from None
+            raise FileError(f"cannot be read: {error.strerror}", where=piece, hint=STICK_BACK) from None
 
     listing = Listing(files=(ListedFile(name=entry.path, size=entry.size, hashes=entry.hashes),))
     landing = Landing(listing, [path], mode=mode, replace=replace_it)
@@ -6451,9 +6399,15 @@ def new_event() -> asyncio.Event:
 
 
 def keep_task(tasks: set[asyncio.Task[None]], work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
-    """Run it beside everything else; `tasks` holds it until it ends, as the event loop does not."""
+    """Run it beside everything else; `tasks` holds it until it ends, as the event loop does not. It logs a bug."""
+
+    def ended(task: asyncio.Task[None]) -> None:
+        tasks.discard(task)
+        if not task.cancelled() and (bug := task.exception()):
+            log.error("bug in a background task", exc_info=bug)
+
     tasks.add(task := asyncio.get_running_loop().create_task(work))
-    task.add_done_callback(tasks.discard)
+    task.add_done_callback(ended)
     return task
 
 
@@ -6571,12 +6525,7 @@ class Peer:
 
     name: str
     hints: dict[tuple[str, int], Hint] = dataclasses.field(default_factory=dict)  # the one heard last is last
-    facts: NodeFacts | None = None
-    facts_digest: str = ""
-    models: tuple[ModelView, ...] = ()
-    copies: tuple[CopyView, ...] = ()
-    reached: dict[str, tuple[int, ...]] = dataclasses.field(default_factory=dict)  # from there: see Node.reached
-    leaving: bool = False
+    said: PeerState = PeerState()  # its last answer, always with facts
     target: Target | None = None
     source: str = ""
     rtt_ms: float = 0.0
@@ -6586,6 +6535,11 @@ class Peer:
     twin: str = ""  # another machine that calls itself the same
     news: asyncio.Event = dataclasses.field(default_factory=new_event)  # ask it now
     following: asyncio.Task[None] | None = None
+
+    @property
+    def facts(self) -> NodeFacts | None:
+        """What it said of itself; None: it never answered."""
+        return self.said.facts
 
 
 class Peers:
@@ -6626,9 +6580,14 @@ class Peers:
             self.known[name].news.set()
 
     def live(self) -> list[Peer]:
-        """Peers that answered within LOST_S."""
-        now = time.monotonic()
-        return [peer for peer in list(self.known.values()) if peer.facts and now - peer.last_seen <= LOST_S]
+        """Other nodes that answered within LOST_S."""
+        since, own = time.monotonic() - LOST_S, self._box.name
+        return [p for p in list(self.known.values()) if p.facts and p.last_seen >= since and p.name != own]
+
+    def all_facts(self) -> list[NodeFacts]:
+        """This node's facts and those of every live peer that stays."""
+        others = [peer.facts for peer in self.live() if not peer.said.leaving]
+        return [self._box.facts, *filter(None, others)]
 
     def silent_s(self, name: str) -> float:
         """Since when a node that was heard has not been."""
@@ -6646,7 +6605,7 @@ class Peers:
         """Where to reach a node now. Raises MeshError where it never answered."""
         peer = self.known.get(name)
         if peer is None or peer.target is None:
-            raise MeshError("never seen", where=name)
+            raise MeshError("never seen", where=name, hint="`shardbox nodes` shows who is there")
         return peer.target
 
     def dial(self, name: str, service: str) -> SealedLink:
@@ -6690,6 +6649,16 @@ class Peers:
         what, hint = str(said.get("what") or f"answered {reply.status}"), str(said.get("hint") or "")
         raise MeshError(what, kind=kind, where=target[0], hint=hint)
 
+    async def call_all(self, method: str, path: str, timeout_s: float = CALL_TIMEOUT_S) -> dict[str, Any]:
+        """What every live node answers, all asked at once: JSON, or the ShardboxError that says why it does not."""
+        names = [peer.name for peer in self.live()]
+        calls = (self.call(name, method, path, timeout_s=timeout_s) for name in names)
+        answers = await asyncio.gather(*calls, return_exceptions=True)
+        for answer in answers:
+            if isinstance(answer, BaseException) and not isinstance(answer, ShardboxError):
+                raise answer
+        return dict(zip(names, answers, strict=True))
+
     async def _follow(self, peer: Peer) -> None:
         while True:
             peer.news.clear()
@@ -6716,7 +6685,7 @@ class Peers:
     async def _ask_at(self, peer: Peer, hint: Hint) -> None:
         """One question at one address; one that is in time for finding the peer lost. Raises ShardboxError."""
         started, uptime_s = time.monotonic(), time.monotonic() - self._box.started
-        hello = {"machine": self._box.facts.machine, "uptime": f"{uptime_s:.3f}", "have": peer.facts_digest}
+        hello = {"machine": self._box.facts.machine, "uptime": f"{uptime_s:.3f}", "have": peer.said.digest}
         path = f"/peer/state?{urllib.parse.urlencode(hello)}"
         left_s = LOST_S - self.silent_s(peer.name)
         timeout_s = left_s if ATTEMPT_S < left_s < CALL_TIMEOUT_S else CALL_TIMEOUT_S
@@ -6733,7 +6702,6 @@ class Peers:
         now, known = time.monotonic(), peer.facts
         facts = state.facts or known
         if facts is None:
-            peer.facts_digest = ""
             raise MessageError("sent no facts", where=peer.name)
         if facts.protocol != PROTOCOL:
             what = f"speaks protocol {facts.protocol}, this box {PROTOCOL} (shardbox {facts.version})"
@@ -6745,10 +6713,9 @@ class Peers:
             return  # an older start of the same node, late
         rtt_ms = (now - started) * 1000
         peer.rtt_ms = rtt_ms if not peer.rtt_ms else min(rtt_ms, 0.8 * peer.rtt_ms + 0.2 * rtt_ms)
-        peer.facts, peer.facts_digest, peer.models, peer.reached = facts, state.digest, state.models, state.reached
-        peer.copies = state.copies
+        peer.said = replace(state, facts=facts)
         peer.target, peer.source = (peer.name, hint.address, hint.port), hint.source
-        peer.last_seen, peer.problem, peer.leaving = now, "", state.leaving
+        peer.last_seen, peer.problem = now, ""
         peer.wall_skew_s = state.wall - time.time() if state.wall else 0.0
         if peer.name == self._box.name and facts.machine != self._box.facts.machine:
             self._end_younger(facts.machine, state.uptime)
@@ -6984,7 +6951,7 @@ class Library:
     def pull(self, model: ModelConfig, only: str, replace: bool) -> CopyView:
         """Fetch a model as an operator asks, unless it is here. Raises FileError where no other box has it, or where
         those who have it disagree."""
-        facts = [peer.facts for peer in self._peers.live() if peer.facts and peer.name != self._box.name]
+        facts = [peer.facts for peer in self._peers.live() if peer.facts]
         copies = {node.name: node.model(model.name) for node in facts if only in ("", node.name)}
         whole = {name: copy for name, copy in copies.items() if copy.root and not copy.problem}
         where = f"model {model.name}"
@@ -7081,7 +7048,7 @@ class Library:
         """Live nodes that have a content, those that have only some of it last. Any thread."""
         found = {}
         for peer in self._peers.live():
-            if peer.facts is None or peer.name == self._box.name:
+            if peer.facts is None:
                 continue
             whole = {copy.root for copy in peer.facts.models if not copy.problem} | {peer.facts.engine_root}
             if root in whole or root in {copy.receiving for copy in peer.facts.models}:
@@ -7115,23 +7082,66 @@ class Library:
             copy.cancel()
 
 
+def engine_command(box: Box, run: RankRun, mark: str) -> tuple[list[str], dict[str, str]]:
+    """The engine's argv and environment."""
+    role, extra = run.wiring.role, {MARK: mark}
+    if box.rehearses:
+        shape = {key: getattr(run.plan.shape, key) for key in ("layers", "width", "vocab")}
+        extra["SHARDBOX_REHEARSE"] = json.dumps({**shape, "name": run.plan.model})
+        argv = [*self_command(), "rehearse", ROLE_BINARIES[role]]
+    else:
+        argv = [box.facts.binary(role).path]
+    engine = box.settings.engine
+    engine = replace(engine, lib=engine_places(box.config, box.settings, box.folder)[1])
+    return [*argv, *run.wiring.args], engine_environment(os.environ, engine, extra)
+
+
+def engine_session(box: Box, run: RankRun) -> aiohttp.ClientSession:
+    """An HTTP client of the leader's engine."""
+    engine, port = run.engine, run.wiring.http_port
+    assert engine is not None
+    return dialled_session(lambda _: engine.connect(port, 5.0), box.pool)
+
+
+async def settle(box: Box, run: RankRun) -> None:
+    """Wait until the slots of a leader, whose requests were dropped, are free: told to end while tokens flow, Prima
+    aborts without passing STOP (measured, bdf9d8e7)."""
+    deadline = time.monotonic() + TERM_S
+    async with engine_session(box, run) as session:
+        while time.monotonic() < deadline and not run.exited.is_set():
+            with contextlib.suppress(aiohttp.ClientError, OSError, ValueError, TimeoutError):
+                async with asyncio.timeout(1.0), session.get("http://engine/slots") as reply:
+                    if not any(slot.get("state") for slot in await reply.json(content_type=None)):
+                        return
+            await asyncio.sleep(0.1)
+
+
+async def end_engine(box: Box, run: RankRun, engine: EngineProcess, orderly: bool) -> None:
+    """The ladder of signals. In a whole ring only the leader is told: it passes STOP round."""
+    if orderly and run.session is not None:
+        await settle(box, run)
+    steps: list[tuple[int, float]] = [(signal.SIGTERM, TERM_S), (signal.SIGKILL, TERM_S)]
+    if orderly and run.plan.world > 1 and run.rank > 0:
+        steps.insert(0, (0, RING_STOP_S))
+    for signum, wait_s in steps:
+        if signum:
+            engine.signal(signum)
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(run.exited.wait(), wait_s)
+            return
+
+
 class RankHost:
     """Grants leases, starts engines with their wires, and stops them. All in the event loop but `open_service`."""
 
-    def __init__(
-        self,
-        box: Box,
-        spawner: Spawner,
-        peers: Peers,
-        library: Library,
-        on_trouble: Callable[[RankRun, str, str], None],
-    ) -> None:
+    def __init__(self, box: Box, spawner: Spawner, peers: Peers, library: Library,
+                 on_trouble: Callable[[RankRun, str, str], None]) -> None:  # fmt: skip
         self.runs: dict[str, RankRun] = {}  # by model
-        self._library = library
         self.exits: collections.deque[str] = collections.deque(maxlen=8)
         self._claims: dict[str, Lease] = {}  # which proposer may form a ring now, by model
         self._mark = secrets.token_hex(16)
-        self._box, self._spawner, self._peers, self._on_trouble = box, spawner, peers, on_trouble
+        self._box, self._spawner, self._peers, self._library = box, spawner, peers, library
+        self._on_trouble, self._loop = on_trouble, asyncio.get_running_loop()
         self._record()
 
     async def answer(self, verb: str, body: Mapping[str, Any], proposer: str) -> Any:
@@ -7166,26 +7176,26 @@ class RankHost:
     async def _prepare(self, plan: ModelPlan, generation: str, proposer: str, expect: Expected) -> None:
         """Grant the lease for this node's rank after checking what only this node can check."""
         name, box = plan.model, self._box
-        mine, held = plan.rank_of(box.name), self.runs.get(name)
+        mine, where = plan.rank_of(box.name), f"model {name}"
         if mine is None and box.config.model(name) is None:
             return  # its TOML is not as new as the proposer's
         model = box.model(name)
         numbered = [rank.rank for rank in plan.ranks] == [*range(plan.world)]
         layers = sum(rank.layers for rank in plan.ranks)
         if not plan.ranks or not numbered or layers != plan.layers or plan.leader != proposer:
-            raise PlanError("the proposed plan contradicts itself", where=f"model {name}")
-        if box.stop.is_set() and plan.rank_of(box.name):
-            raise PlanError(f"{box.name} goes down", where=f"model {name}")
+            raise PlanError("the proposed plan contradicts itself", where=where)
+        if mine and box.stop.is_set():
+            raise PlanError(f"{box.name} goes down", where=where)
         copy = box.facts.model(name)
-        reads = plan.rank_of(box.name) and copy.root and not box.rehearses
+        reads = mine and copy.root and not box.rehearses
         if reads and not await box.in_thread(self._library.still_here, copy.root):
             raise GgufError("has changed, and is being read again", where=f"{box.name}: {copy.path}")
         lend = functools.partial(grant, model=name, proposer=proposer, generation=generation, now=time.monotonic())
-        claim = self._claims.get(name)
+        held, claim = self.runs.get(name), self._claims.get(name)
         self._claims[name] = lend(claim if claim and claim.proposer != proposer else None)
         if mine is None:  # a consent: nobody else will be granted this model while the ring forms
             if held and held.ending is None and held.lease.proposer != proposer:
-                raise PlanError(f"{box.name} is in a ring of {held.lease.proposer}", where=f"model {name}")
+                raise PlanError(f"{box.name} is in a ring of {held.lease.proposer}", where=where)
             return
         if held and (held.lease.proposer, held.lease.generation) == (proposer, generation):
             held.lease = lend(held.lease)
@@ -7198,19 +7208,19 @@ class RankHost:
         path = copy.path or os.path.join(box.config.folder, model.path)
         ports, engine = box.settings.ports, box.settings.engine
         wiring = wire_rank(plan, mine.rank, ports=ports, engine=engine, model=model, path=path)
-        self.runs[name] = RankRun(lease=lend(None), plan=plan, rank=mine.rank, wiring=wiring, started_as=model)
-        self.runs[name].oom_kills = oom_kills() or 0
+        parts: dict[str, Any] = {"plan": plan, "rank": mine.rank, "wiring": wiring, "started_as": model}
+        self.runs[name] = RankRun(lease=lend(None), oom_kills=oom_kills() or 0, **parts)
 
     async def _launch(self, run: RankRun) -> None:
         """Start the engine, and its wires as the far ranks come up; once, however often it is asked for."""
         if run.starting is None and run.ending is None:
             run.phase = "starting"
-            run.starting = asyncio.get_running_loop().create_task(self._start(run))
+            run.starting = self._loop.create_task(self._start(run))
         if run.starting is not None:
             await asyncio.shield(run.starting)  # a caller that goes away must not leave half a start
 
     async def _start(self, run: RankRun) -> None:
-        box, loop = self._box, asyncio.get_running_loop()
+        box = self._box
         problem, wish = box.facts.isolation, box.settings.engine.isolate
         isolate = wish != "never" and not problem
         if wish == "always" and problem:
@@ -7219,7 +7229,7 @@ class RankHost:
         run.isolation_problem = problem if wish == "auto" else ""
         if not isolate:
             await box.in_thread(check_ports_free, run.wiring)
-        argv, env = self._command(run)
+        argv, env = engine_command(box, run, self._mark)
         work = os.path.join(box.folder, "work")
         os.makedirs(work, exist_ok=True)
         engine = await box.in_thread(self._spawner.spawn, argv=argv, env=env, cwd=work, isolate=isolate)
@@ -7227,12 +7237,12 @@ class RankHost:
         run.log = CappedLog(self.log_path(run.plan.model), engine.output)
         self._record()
         if run.rank == 0:
-            run.session = self._engine_session(run)
+            run.session = engine_session(box, run)
 
         def wait_exit() -> None:
             code = engine.wait_exit()
             with contextlib.suppress(RuntimeError):  # the loop is closed: the node is ending
-                loop.call_soon_threadsafe(self._on_exit, run, code)
+                self._loop.call_soon_threadsafe(self._on_exit, run, code)
 
         threading.Thread(target=wait_exit, daemon=True, name=f"exit-{engine.pid}").start()
         if run.ending is None:
@@ -7240,27 +7250,9 @@ class RankHost:
             for node in sorted({route.node for route in run.wiring.routes}):
                 keep_task(run.tasks, self._open_wires(run, engine, node))
 
-    def _engine_session(self, run: RankRun) -> aiohttp.ClientSession:
-        engine, port = run.engine, run.wiring.http_port
-        assert engine is not None
-        return dialled_session(lambda _: engine.connect(port, 5.0), self._box.pool)
-
     def log_path(self, model: str) -> str:
         """Where this node keeps the engine's output for a model."""
         return os.path.join(self._box.folder, "logs", f"{urllib.parse.quote(model, safe='')}.log")
-
-    def _command(self, run: RankRun) -> tuple[list[str], dict[str, str]]:
-        """The engine's argv and environment."""
-        box, role, extra = self._box, run.wiring.role, {MARK: self._mark}
-        if box.rehearses:
-            shape = {key: getattr(run.plan.shape, key) for key in ("layers", "width", "vocab")}
-            extra["SHARDBOX_REHEARSE"] = json.dumps({**shape, "name": run.plan.model})
-            argv = [*self_command(), "rehearse", ROLE_BINARIES[role]]
-        else:
-            argv = [box.facts.binary(role).path]
-        engine = box.settings.engine
-        engine = replace(engine, lib=engine_places(box.config, box.settings, box.folder)[1])
-        return [*argv, *run.wiring.args], engine_environment(os.environ, engine, extra)
 
     def _on_exit(self, run: RankRun, code: int) -> None:
         run.exit_code = code
@@ -7305,14 +7297,13 @@ class RankHost:
                 bound = (await self._peers.call(node, "GET", f"/peer/bound?{query}", None, 15.0)).get("bound", False)
             except ShardboxError:
                 await asyncio.sleep(0.2)
-        loop = asyncio.get_running_loop()
         for route in run.wiring.routes:
             if route.node != node or run.exited.is_set():
                 continue
             service = f"{route.kind}/{urllib.parse.quote(model, safe='')}/{generation}/{run.rank}/{route.rank}"
             dial = functools.partial(self._peers.dial, node, service)
             text = f"{route.kind} wire from {self._box.name} to rank {route.rank} ({route.node}) broke"
-            alarm = functools.partial(self._alarm, loop, run, text)
+            alarm = functools.partial(self._alarm, run, text)
             try:
                 listener = await self._box.in_thread(engine.listen, route.port)
             except OSError as error:
@@ -7322,7 +7313,7 @@ class RankHost:
             on_trouble = alarm if route.kind == "data" else lambda _: None
             run.wires.append((route, Wire(listener=listener, dial=dial, stats=WireStats(), on_trouble=on_trouble)))
 
-    def _alarm(self, loop: asyncio.AbstractEventLoop, run: RankRun, what: str, reason: str) -> None:
+    def _alarm(self, run: RankRun, what: str, reason: str) -> None:
         """Tell of trouble with a wire, unless the engine says more in the meantime. Any thread."""
 
         def tell() -> None:
@@ -7331,7 +7322,7 @@ class RankHost:
 
         if run.works:
             with contextlib.suppress(RuntimeError):  # the loop is closed: the node is ending
-                loop.call_soon_threadsafe(loop.call_later, WIRE_GRACE_S, tell)
+                self._loop.call_soon_threadsafe(self._loop.call_later, WIRE_GRACE_S, tell)
 
     def open_service(self, peer: str, service: str) -> tuple[socket.socket, WireStats]:
         """The engine's side of a wire that `peer` dialled; in a mesh thread. Raises MeshError to refuse."""
@@ -7351,7 +7342,7 @@ class RankHost:
         """Stop this rank's engine and take its wires down; it is gone when this returns. Idempotent."""
         if run.ending is None:
             run.phase = "stopping"
-            run.ending = asyncio.get_running_loop().create_task(self._end(run, orderly))
+            run.ending = self._loop.create_task(self._end(run, orderly))
         await asyncio.shield(run.ending)
 
     async def _end(self, run: RankRun, orderly: bool) -> None:
@@ -7362,37 +7353,11 @@ class RankHost:
         if run.session is not None:  # who waits for an answer need not wait for the engine's end
             await run.session.close()
         if run.engine is not None and not run.exited.is_set():
-            await self._end_engine(run, run.engine, orderly)
+            await end_engine(self._box, run, run.engine, orderly)
         await self._box.in_thread(run.close)
         if self.runs.get(run.plan.model) is run:
             del self.runs[run.plan.model]
         self._record()
-
-    async def _end_engine(self, run: RankRun, engine: EngineProcess, orderly: bool) -> None:
-        """The ladder of signals. In a whole ring only the leader is told: it passes STOP round."""
-        if orderly and run.session is not None:
-            await self._settle(run)
-        steps: list[tuple[int, float]] = [(signal.SIGTERM, TERM_S), (signal.SIGKILL, TERM_S)]
-        if orderly and run.plan.world > 1 and run.rank > 0:
-            steps.insert(0, (0, RING_STOP_S))
-        for signum, wait_s in steps:
-            if signum:
-                engine.signal(signum)
-            with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(run.exited.wait(), wait_s)
-                return
-
-    async def _settle(self, run: RankRun) -> None:
-        """Wait until the slots of a leader, whose requests were dropped, are free: told to end while tokens flow, Prima
-        aborts without passing STOP (measured, bdf9d8e7)."""
-        deadline = time.monotonic() + TERM_S
-        async with self._engine_session(run) as session:
-            while time.monotonic() < deadline and not run.exited.is_set():
-                with contextlib.suppress(aiohttp.ClientError, OSError, ValueError, TimeoutError):
-                    async with asyncio.timeout(1.0), session.get("http://engine/slots") as reply:
-                        if not any(slot.get("state") for slot in await reply.json(content_type=None)):
-                            return
-                await asyncio.sleep(0.1)
 
     async def reap(self) -> None:
         """Stop what no proposer has asked about for LEASE_S."""
@@ -7430,10 +7395,12 @@ class RankHost:
 
 
 # ======================================================================================================
-# 17. Rings: those that this node leads; the state machine's effects become calls
+# 17. Rings: those that this node leads: the state machine's effects become calls, and when it forms one
 # ======================================================================================================
 
 UNHEARD_S = 3.0  # a peer silent for so long is not waited for when a ring is torn down
+LINKS_WAIT_S = 4.0  # after a node came, until a ring of three or more forms without its ways measured
+SETTLE_S = 3.0  # without [[nodes]]: how long nobody new must have come before a ring forms (mDNS takes 1.2 s)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -7458,6 +7425,8 @@ class Rings:
         self.ranks: dict[str, dict[str, RankView]] = {}  # what the ranks of a ring said last, by model and node
         self._box, self._host, self._peers, self._on_change = box, host, peers, on_change
         self._tasks: dict[str, set[asyncio.Task[None]]] = {}
+        self._works = {"provision": self._provision, "prepare": self._prepare, "launch": self._launch,
+                       "probe": self._probe, "teardown": self._teardown}  # fmt: skip
         self.follow()
 
     def follow(self) -> None:
@@ -7481,13 +7450,11 @@ class Rings:
         if after.phase != ring.phase:
             log.info("model %s: %s%s", model, after.phase, f" ({after.reason})" if after.reason else "")
             self._on_change()
-        works = {"provision": self._provision, "prepare": self._prepare, "launch": self._launch, "probe": self._probe}
-        works["teardown"] = self._teardown
         for effect in effects:
             if effect.kind == "teardown":
                 for task in self._tasks[model]:
                     task.cancel()
-            self._run(effect, works[effect.kind])
+            self._run(effect, self._works[effect.kind])
 
     def _run(self, effect: Effect, work: Callable[[str, Effect], Awaitable[None]]) -> None:
         """A failure that a person can mend, or a bug, breaks the ring; a bug also leaves a traceback in the log."""
@@ -7503,12 +7470,13 @@ class Rings:
             except Exception as error:
                 log.exception("model %s: bug in %s", model, effect.kind)
                 kind, reason = "trouble", f"bug: {error!r}"
-            self.post(model, Event(kind=kind, generation=effect.generation, reason=reason))
+            self._tell(effect, kind, reason=reason)
 
         keep_task(self._tasks[model], guarded())
 
-    def _done(self, effect: Effect, kind: str, jitter: float = 0.0) -> None:
-        self.post(effect.plan.model, Event(kind=kind, generation=effect.generation, jitter=jitter))
+    def _tell(self, effect: Effect, kind: str, **more: Any) -> None:
+        """What has come of an effect."""
+        self.post(effect.plan.model, Event(kind=kind, generation=effect.generation, **more))
 
     async def _on_rank(self, node: str, verb: str, effect: Effect, timeout_s: float, **more: Any) -> Any:
         """What a rank answers, be it here or on another node; see RankHost.answer. Raises ShardboxError."""
@@ -7536,9 +7504,9 @@ class Rings:
             done = sum(view.done_bytes for view in views.values())
             if done != last:
                 text, last = "; ".join(copy_text(view) for view in views.values() if view.state != "done"), done
-                self.post(model, Event(kind="copied", generation=effect.generation, reason=text))
+                self._tell(effect, "copied", reason=text)
             await asyncio.sleep(WATCH_S)
-        self._done(effect, "provisioned")
+        self._tell(effect, "provisioned")
 
     async def _prepare(self, model: str, effect: Effect) -> None:
         """A lease of every rank, and the consent of every other node that can be asked."""
@@ -7558,7 +7526,7 @@ class Rings:
         await ask(self._box.name)
         asked = {*(peer.name for peer in self._peers.live()), *(rank.node for rank in plan.ranks)} - {self._box.name}
         await gather_all(ask(node) for node in sorted(asked))
-        self._done(effect, "granted")
+        self._tell(effect, "granted")
 
     async def _launch(self, model: str, effect: Effect) -> None:
         self._run(effect, self._watch)
@@ -7570,7 +7538,7 @@ class Rings:
                     if reply.status == 200:
                         break
             await asyncio.sleep(0.1)
-        self._done(effect, "loaded")
+        self._tell(effect, "loaded")
 
     async def _probe(self, model: str, effect: Effect) -> None:
         """One real token through every rank: only then is the ring ready."""
@@ -7585,8 +7553,8 @@ class Rings:
             raise EngineError(f"no one-token answer: {error!r}", where=where) from None
         if reply.status != 200 or not (answer.get("choices") or answer.get("data")):
             raise EngineError(f"the one-token answer was {str(answer)[:200]}", where=where)
-        await asyncio.gather(*(self._look(rank, effect, {}) for rank in effect.plan.ranks))
-        self._done(effect, "answered")
+        await asyncio.gather(*(self._look(rank, effect, self.ranks[model], {}) for rank in effect.plan.ranks))
+        self._tell(effect, "answered")
 
     async def _teardown(self, model: str, effect: Effect) -> None:
         """Leader first (it passes STOP round a whole ring), the others at the same time wait for that or are killed.
@@ -7600,7 +7568,7 @@ class Rings:
             elif isinstance(result, BaseException):
                 log.error("model %s: stopping rank %d", model, rank.rank, exc_info=result)
         self.ranks.pop(model, None)
-        self._done(effect, "stopped", jitter=random.random())
+        self._tell(effect, "stopped", jitter=random.random())
 
     async def _watch(self, model: str, effect: Effect) -> None:
         """Renew every lease, and see that every rank lives and, while the ring has something to do, that it does."""
@@ -7608,7 +7576,7 @@ class Rings:
         engine, traffic, heard = self._box.config.engine, self.traffic[model], dict[str, float]()
         pace, places = Pulse(pause_s=self.pauses.get(model)), None
         while True:
-            await asyncio.gather(*(self._look(rank, effect, heard) for rank in effect.plan.ranks))
+            await asyncio.gather(*(self._look(rank, effect, views, heard) for rank in effect.plan.ranks))
             serving = self.rings[model].phase in (Phase.SERVING, Phase.DRAINING)
             sign = f"{sign_of_life([*views.values()])}/{traffic.answered_at}"
             pace = pace.seen(sign, time.monotonic(), asked=not serving or traffic.in_flight > 0)
@@ -7623,9 +7591,9 @@ class Rings:
                 raise StallError(f"stalled: {doing}, but nothing moved, no rank computed or read for {stall_s:.0f} s")
             await asyncio.sleep(WATCH_S)
 
-    async def _look(self, rank: RankPlan, effect: Effect, heard: dict[str, float]) -> None:
-        """One rank's view, renewing its lease. Raises ShardboxError when the rank is lost or has ended. `heard`: when
-        each node answered last."""
+    async def _look(self, rank: RankPlan, effect: Effect, views: dict[str, RankView], heard: dict[str, float]) -> None:
+        """Take one rank's view, renewing its lease. Raises ShardboxError when the rank is lost or has ended. `heard`:
+        when each node answered last. It may end after its ring: `views` are of that ring alone."""
         now, name = time.monotonic(), f"rank {rank.rank} ({rank.node})"
         left_s = heard.setdefault(rank.node, now) + LOST_S - now
         try:
@@ -7636,7 +7604,7 @@ class Rings:
                 raise MeshError(f"{name} is lost: {error.what}") from None
             return
         heard[rank.node] = time.monotonic()
-        self.ranks[effect.plan.model][rank.node] = view
+        views[rank.node] = view
         if view.phase == "exited" and view.exit_code != 0:
             raise EngineError(f"{name}: {view.problem or f'exit {view.exit_code}'}")
 
@@ -7705,21 +7673,166 @@ def sign_of_life(views: Sequence[RankView]) -> str:
     return f"{moved}/{computed}/{resident}/{sum(view.read_bytes for view in views)}"
 
 
+def precedence(phase: str, world: int, leader: str) -> tuple[bool, int, str]:
+    """Of two rings for one model, which a partition can bring about, the lower stays: the one that serves, then the
+    one with more ranks, then by the leader's name."""
+    return phase != Phase.SERVING, -world, leader
+
+
+class Proposer:
+    """Decides for every model whether this node forms a ring now, by which plan, and when one of its own makes room."""
+
+    def __init__(self, box: Box, peers: Peers, host: RankHost, library: Library, rings: Rings) -> None:
+        self.formed: set[str] = set()  # models that were served while this node was up
+        self._box, self._peers, self._host, self._library, self._rings = box, peers, host, library, rings
+        self._plans: dict[str, ModelPlan | PlanError] = {}
+        self._plans_key = ""
+        self._compared: dict[str, float] = {}  # model -> when its ring was last compared with today's plan
+        self._offers: dict[str, float] = {}  # model -> since when there has been a better one
+
+    def _running(self) -> dict[str, ModelPlan]:
+        """The plans of all rings that are up or coming up, here and elsewhere."""
+        theirs = [view for peer in self._peers.live() for view in peer.said.models if view.leader == peer.name]
+        rings: list[ModelView | Ring] = [*theirs, *self._rings.rings.values()]
+        return {ring.model: ring.plan for ring in rings if ring.plan and ring.phase in Phase.ACTIVE}
+
+    def _todays_plans(self) -> dict[str, ModelPlan | PlanError]:
+        """Today's plans from live facts; rings that run keep what they have. Cached while nothing changes."""
+        running, facts = self._running(), self._peers.all_facts()
+        key = digest([self._box.config.hash, facts, running])
+        if key != self._plans_key:
+            self._plans_key, self._plans = key, plan_all(self._box.config, facts, running)
+        return self._plans
+
+    def led_elsewhere(self, model: str) -> ModelView | None:
+        """The ring that a live peer leads for this model."""
+        for peer in self._peers.live():
+            for view in peer.said.models:
+                if view.model == model and view.leader == peer.name and view.phase in (*Phase.ACTIVE, Phase.STOPPING):
+                    return view
+        return None
+
+    def leader_of(self, model: str) -> str:
+        """The other node to ask for this model: what its rank's lease says, or what a peer says; "" where none."""
+        held = self._host.runs.get(model)
+        if held and held.lease.proposer != self._box.name:
+            return held.lease.proposer
+        view = self.led_elsewhere(model)
+        return view.leader if view else ""
+
+    def tick(self) -> None:
+        """Let time pass for every ring, and propose where this node leads."""
+        now = time.monotonic()
+        self._rings.follow()
+        for name, ring in list(self._rings.rings.items()):
+            traffic = self._rings.traffic[name]
+            traffic.unanswered_since = traffic.unanswered_since or now
+            if ring.phase == Phase.SERVING or not ring.wanted:
+                traffic.unanswered_since = 0.0
+            self._rings.post(name, Event(kind="tick", reason=self._rings.lagging(name), idle=not traffic.in_flight))
+            rival = self.led_elsewhere(name)
+            if Phase.SERVING in (ring.phase, rival.phase if rival else ""):
+                self.formed.add(name)
+            if ring.plan and ring.phase in Phase.ACTIVE and rival and rival.phase in Phase.ACTIVE:
+                own = precedence(ring.phase, ring.plan.world, ring.plan.leader)
+                if precedence(rival.phase, rival.world, rival.leader) < own:
+                    self._rings.post(name, Event(kind="yield", reason=f"{rival.leader} leads it too, and goes first"))
+            if ring.phase == Phase.SERVING and ring.plan and self._box.config.model(name):
+                self._improve(name, ring, ring.plan, now)
+            if ring.phase == Phase.WAITING and ring.wanted and self._box.config.model(name):
+                plan = self._todays_plans()[name]
+                reason = self._obstacle(self._box.model(name), plan, now)
+                offer = plan if not reason and isinstance(plan, ModelPlan) else None
+                self._rings.post(name, Event(kind="plan", plan=offer, reason=reason, token=secrets.token_hex(8)))
+
+    def _improve(self, name: str, ring: Ring, old: ModelPlan, now: float) -> None:
+        """Form a ring of this node anew once a clearly better plan has stood, and nobody has asked, for replan_s."""
+        quiet_s, traffic = self._box.config.cluster.replan_s, self._rings.traffic[name]
+        asked_at = now if traffic.in_flight else max(traffic.answered_at, ring.served_since)
+        if not quiet_s or now - asked_at < quiet_s / 2 or now - self._compared.get(name, 0.0) < quiet_s / 10:
+            return
+        self._compared[name] = now
+        others = {model: plan for model, plan in self._running().items() if model != name}
+        plan = plan_all(self._box.config, self._peers.all_facts(), others)[name]
+        better = ""
+        if isinstance(plan, ModelPlan) and not any(rank.copy_bytes for rank in plan.ranks):
+            better = improvement(old, plan) if not self._unready(name, plan) else ""
+        offered_at = self._offers.setdefault(name, now)
+        if not better or self._box.stop.is_set():
+            del self._offers[name]
+        elif now - max(asked_at, offered_at) >= quiet_s:
+            del self._offers[name]
+            self._rings.post(name, Event(kind="replan", generation=ring.generation, reason=f"a better plan: {better}"))
+
+    def _unready(self, name: str, plan: ModelPlan) -> str:
+        """Which node of the plan cannot take part yet, and why; "" when all can."""
+        for node in [] if self._box.rehearses else self._peers.all_facts():
+            copy, rank = node.model(name), plan.rank_of(node.name)
+            if rank and not rank.copy_bytes and not copy.root:
+                return f"{node.name} is reading the model ({100 * copy.hashed_bytes // max(1, copy.size_bytes)} %)"
+        silent = [peer for peer in self._peers.live() if peer.problem and plan.rank_of(peer.name)]
+        return f"{silent[0].name} does not answer: {silent[0].problem}" if silent else ""
+
+    def _obstacle(self, model: ModelConfig, plan: ModelPlan | PlanError, now: float) -> str:
+        """Why this node should not propose the plan now; "" when it should."""
+        elsewhere, held = self.led_elsewhere(model.name), self._host.runs.get(model.name)
+        if self._box.stop.is_set():
+            return f"{self._box.name} goes down"
+        if elsewhere:
+            return f"{elsewhere.leader} leads it"
+        if held and held.lease.proposer != self._box.name:
+            return f"this node's rank belongs to {held.lease.proposer}"
+        if waiting := self._forming_wait(model, now):
+            return waiting
+        if isinstance(plan, PlanError):
+            return plan.what
+        if not plan.root and any(rank.copy_bytes for rank in plan.ranks):
+            return "the copy that others are to fetch is still being read"
+        elsewhere_led = f"{plan.leader} is to lead it" if plan.leader != self._box.name else ""
+        return self._unready(model.name, plan) or elsewhere_led or self._unmeasured(plan, now)
+
+    def _unmeasured(self, plan: ModelPlan, now: float) -> str:
+        """Whether forming should wait a moment until the plan's nodes know their speed, and the ways between them where
+        the order of the ring counts."""
+        here = {facts.name: facts for facts in self._peers.all_facts() if plan.rank_of(facts.name)}
+        if now - self._peers.newest >= LINKS_WAIT_S:
+            return ""
+        slow = [name for name, facts in here.items() if not (self._box.rehearses or facts.speed.core_bytes_per_s)]
+        pairs = itertools.combinations(sorted(here), 2) if plan.world > 2 else ()
+        unknown = any(b not in here[a].links and a not in here[b].links for a, b in pairs)
+        return "measuring nodes and network" if slow or unknown else ""
+
+    def _forming_wait(self, model: ModelConfig, now: float) -> str:
+        """What the first forming still waits for: declared nodes, or a moment without new ones."""
+        live = {self._box.name, *(peer.name for peer in self._peers.live())}
+        declared = [node.name for node in self._box.config.nodes if not model.nodes or node.name in model.nodes]
+        missing = [name for name in declared if name not in live]
+        left = self._box.config.cluster.form_wait_s - (now - self._box.started)
+        facts = self._peers.all_facts()
+        waiting = [node.name for node in facts if self._library.engines_from(node, facts)]
+        if waiting and left > 0:
+            return f"waiting for {', '.join(waiting)} to fetch engines"
+        if missing and left > 0 and model.name not in self.formed:
+            return f"waiting for {', '.join(missing)} ({left:.0f} s more)"
+        return "looking for other nodes" if not declared and now - self._peers.newest < SETTLE_S else ""
+
+
 # ======================================================================================================
 # 18. Node: one `shardbox up`, which holds all of this together
 # ======================================================================================================
 
 LINK_AGE_S = 1800.0  # until the way to a node is measured again
-LINKS_WAIT_S = 4.0  # after a node came, until a ring of three or more forms without its ways measured
-SETTLE_S = 3.0  # without [[nodes]]: how long nobody new must have come before a ring forms (mDNS takes 1.2 s)
 KNOCK_S = 5.0  # between two tries to reach engines that are not closed in, and for each of them
 MAX_DOORS = 96  # ports that are tried: of a whole ring
 
 
-def precedence(phase: str, world: int, leader: str) -> tuple[bool, int, str]:
-    """Of two rings for one model, which a partition can bring about, the lower stays: the one that serves, then the
-    one with more ranks, then by the leader's name."""
-    return phase != Phase.SERVING, -world, leader
+async def is_open(address: str, port: int) -> bool:
+    """Whether somebody on another box takes connections there."""
+    with contextlib.suppress(OSError), socket.socket() as sock:
+        sock.setblocking(False)
+        await asyncio.wait_for(asyncio.get_running_loop().sock_connect(sock, (address, port)), KNOCK_S)
+        return bool(sock.getsockname()[0] != sock.getpeername()[0])
+    return False
 
 
 class Node:
@@ -7740,17 +7853,14 @@ class Node:
         self.library = Library(box, self.mesh, self.peers, self.surveyor, self.refresh, self._is_answering)
         self.host = RankHost(box, spawner, self.peers, self.library, self._on_trouble)
         self.rings = Rings(box, self.host, self.peers, self._tell_news)
+        self.proposer = Proposer(box, self.peers, self.host, self.library, self.rings)
         self.control: Any = None  # makes a protocol for a peer's connection; set by start_services()
         self.reached: dict[str, tuple[int, ...]] = {}  # node -> ports of its engines that anybody could reach from here
         self.callers: dict[int, str] = {}  # descriptor of a mesh connection's local end -> who is there
         self.asking = 0  # requests of clients that entered here and are being answered or held
         self.links: dict[str, LinkFacts] = {}  # to other nodes, as measured from here
-        self.formed: set[str] = set()  # models that were served while this node was up
-        self._plans: dict[str, ModelPlan | PlanError] = {}
-        self._plans_key = ""
-        self._compared: dict[str, float] = {}  # model -> when its ring was last compared with today's plan
-        self._offers: dict[str, float] = {}  # model -> since when there has been a better one
         self._surveying, self._moved = asyncio.Lock(), (0.0, 0)
+        self.surveyor.pace = Pace(None, self._is_answering, READ_BYTES_PER_S).spend
         self._loop = asyncio.get_running_loop()
 
     @property
@@ -7828,7 +7938,6 @@ class Node:
             return
         self.box.config, self.box.settings = config, config.node(name)
         self.surveyor.reload(config)
-        self._plans_key = ""
         self.rings.follow()
         for model in config.models:
             if model.autostart and model.name not in self.desired and not self.rings.rings[model.name].wanted:
@@ -7857,28 +7966,22 @@ class Node:
     async def knock(self) -> None:
         """Try, as a stranger would, what engines of other boxes listen on that are not closed in."""
         views = [view for ranks in self.rings.ranks.values() for view in ranks.values()]
-        views += [view for peer in self.peers.live() for model in peer.models for view in model.ranks]
+        views += [view for peer in self.peers.live() for model in peer.said.models for view in model.ranks]
         doors = sorted({(view.node, port) for view in views for port in view.open_ports})[:MAX_DOORS]
 
-        async def is_open(node: str, port: int) -> bool:
-            try:
-                dial = self._loop.create_connection(asyncio.Protocol, self.peers.target(node)[1], port)
-                transport, _ = await asyncio.wait_for(dial, KNOCK_S)
-            except (OSError, MeshError):
-                return False
-            ours, theirs = (transport.get_extra_info(end)[0] for end in ("sockname", "peername"))
-            transport.close()
-            return bool(ours != theirs)  # else it is on this very box
+        reached: dict[str, tuple[int, ...]] = {}
 
-        opened = await asyncio.gather(*(is_open(*door) for door in doors))
-        found = [door for door, is_reached in zip(doors, opened, strict=True) if is_reached]
-        self.reached = {
-            node: tuple(port for _, port in ports) for node, ports in itertools.groupby(found, lambda d: d[0])
-        }
+        async def knock_at(node: str, port: int) -> None:
+            with contextlib.suppress(MeshError):  # it has never answered
+                if await is_open(self.peers.target(node)[1], port):
+                    reached[node] = (*reached.get(node, ()), port)
+
+        await gather_all(knock_at(*door) for door in doors)
+        self.reached = reached
 
     def exposures(self) -> list[str]:
         """Which engines can be reached from outside, and from where."""
-        told = {peer.name: peer.reached for peer in self.peers.live()} | {self.box.name: self.reached}
+        told = {peer.name: peer.said.reached for peer in self.peers.live()} | {self.box.name: self.reached}
         ports: dict[str, set[int]] = {}
         for reached in told.values():
             for node in {*reached} & {self.box.name, *self.peers.known}:
@@ -7888,143 +7991,6 @@ class Node:
             f"{', '.join(sorted(name for name in told if told[name].get(node)))}: anybody there can corrupt answers"
             for node, some in sorted(ports.items())
         ]
-
-    # --- rings ---------------------------------------------------------------------------------------
-
-    def all_facts(self) -> list[NodeFacts]:
-        """This node's facts and those of every live peer that stays."""
-        live = [peer for peer in self.peers.live() if peer.name != self.box.name and not peer.leaving]
-        others = [peer.facts for peer in live if peer.facts]
-        return [self.facts, *others]
-
-    def _running(self) -> dict[str, ModelPlan]:
-        """The plans of all rings that are up or coming up, here and elsewhere."""
-        rings: list[ModelView | Ring] = [
-            view for peer in self.peers.live() for view in peer.models if view.leader == peer.name
-        ]
-        rings += self.rings.rings.values()
-        return {ring.model: ring.plan for ring in rings if ring.plan and ring.phase in Phase.ACTIVE}
-
-    def plans(self) -> dict[str, ModelPlan | PlanError]:
-        """Today's plans from live facts; rings that run keep what they have. Cached while nothing changes."""
-        running, facts = self._running(), self.all_facts()
-        key = digest([[to_json(node) for node in facts], sorted(running)])
-        if key != self._plans_key:
-            self._plans_key, self._plans = key, plan_all(self.box.config, facts, running)
-        return self._plans
-
-    def led_elsewhere(self, model: str) -> ModelView | None:
-        """The ring that a live peer leads for this model."""
-        for peer in self.peers.live():
-            for view in peer.models:
-                if view.model == model and view.leader == peer.name and view.phase in (*Phase.ACTIVE, Phase.STOPPING):
-                    return view
-        return None
-
-    def leader_of(self, model: str) -> str:
-        """The other node to ask for this model: what its rank's lease says, or what a peer says; "" where none."""
-        held = self.host.runs.get(model)
-        if held and held.lease.proposer != self.box.name:
-            return held.lease.proposer
-        view = self.led_elsewhere(model)
-        return view.leader if view else ""
-
-    def tick_rings(self) -> None:
-        """Let time pass for every ring, and propose where this node leads."""
-        now = time.monotonic()
-        self.rings.follow()
-        for name, ring in list(self.rings.rings.items()):
-            traffic = self.rings.traffic[name]
-            traffic.unanswered_since = traffic.unanswered_since or now
-            if ring.phase == Phase.SERVING or not ring.wanted:
-                traffic.unanswered_since = 0.0
-            self.rings.post(name, Event(kind="tick", reason=self.rings.lagging(name), idle=not traffic.in_flight))
-            rival = self.led_elsewhere(name)
-            if Phase.SERVING in (ring.phase, rival.phase if rival else ""):
-                self.formed.add(name)
-            if ring.plan and ring.phase in Phase.ACTIVE and rival and rival.phase in Phase.ACTIVE:
-                own = precedence(ring.phase, ring.plan.world, ring.plan.leader)
-                if precedence(rival.phase, rival.world, rival.leader) < own:
-                    self.rings.post(name, Event(kind="yield", reason=f"{rival.leader} leads it too, and goes first"))
-            if ring.phase == Phase.SERVING and ring.plan and self.box.config.model(name):
-                self._improve(name, ring, ring.plan, now)
-            if ring.phase == Phase.WAITING and ring.wanted and self.box.config.model(name):
-                plan = self.plans()[name]
-                reason = self._obstacle(self.box.model(name), plan, now)
-                offer = plan if not reason and isinstance(plan, ModelPlan) else None
-                self.rings.post(name, Event(kind="plan", plan=offer, reason=reason, token=secrets.token_hex(8)))
-
-    def _improve(self, name: str, ring: Ring, old: ModelPlan, now: float) -> None:
-        """Form a ring of this node anew once a clearly better plan has stood, and nobody has asked, for replan_s."""
-        quiet_s, traffic = self.box.config.cluster.replan_s, self.rings.traffic[name]
-        asked_at = now if traffic.in_flight else max(traffic.answered_at, ring.served_since)
-        if not quiet_s or now - asked_at < quiet_s / 2 or now - self._compared.get(name, 0.0) < quiet_s / 10:
-            return
-        self._compared[name] = now
-        others = {model: plan for model, plan in self._running().items() if model != name}
-        plan = plan_all(self.box.config, self.all_facts(), others)[name]
-        better = ""
-        if isinstance(plan, ModelPlan) and not any(rank.copy_bytes for rank in plan.ranks):
-            better = improvement(old, plan) if not self._unready(name, plan) else ""
-        offered_at = self._offers.setdefault(name, now)
-        if not better or self.stop.is_set():
-            del self._offers[name]
-        elif now - max(asked_at, offered_at) >= quiet_s:
-            del self._offers[name]
-            self.rings.post(name, Event(kind="replan", generation=ring.generation, reason=f"a better plan: {better}"))
-
-    def _unready(self, name: str, plan: ModelPlan) -> str:
-        """Which node of the plan cannot take part yet, and why; "" when all can."""
-        for node in [] if self.box.rehearses else self.all_facts():
-            copy, rank = node.model(name), plan.rank_of(node.name)
-            if rank and not rank.copy_bytes and not copy.root:
-                return f"{node.name} is reading the model ({100 * copy.hashed_bytes // max(1, copy.size_bytes)} %)"
-        silent = [peer for peer in self.peers.live() if peer.problem and plan.rank_of(peer.name)]
-        return f"{silent[0].name} does not answer: {silent[0].problem}" if silent else ""
-
-    def _obstacle(self, model: ModelConfig, plan: ModelPlan | PlanError, now: float) -> str:
-        """Why this node should not propose the plan now; "" when it should."""
-        elsewhere, held = self.led_elsewhere(model.name), self.host.runs.get(model.name)
-        if self.stop.is_set():
-            return f"{self.box.name} goes down"
-        if elsewhere:
-            return f"{elsewhere.leader} leads it"
-        if held and held.lease.proposer != self.box.name:
-            return f"this node's rank belongs to {held.lease.proposer}"
-        waiting = self._forming_wait(model, now)
-        if waiting:
-            return waiting
-        if isinstance(plan, PlanError):
-            return plan.what
-        if not plan.root and any(rank.copy_bytes for rank in plan.ranks):
-            return "the copy that others are to fetch is still being read"
-        elsewhere_led = f"{plan.leader} is to lead it" if plan.leader != self.box.name else ""
-        return self._unready(model.name, plan) or elsewhere_led or self._unmeasured(plan, now)
-
-    def _unmeasured(self, plan: ModelPlan, now: float) -> str:
-        """Whether forming should wait a moment until the plan's nodes know their speed, and the ways between them where
-        the order of the ring counts."""
-        here = {facts.name: facts for facts in self.all_facts() if plan.rank_of(facts.name)}
-        if now - self.peers.newest >= LINKS_WAIT_S:
-            return ""
-        slow = [name for name, facts in here.items() if not (self.box.rehearses or facts.speed.core_bytes_per_s)]
-        pairs = itertools.combinations(sorted(here), 2) if plan.world > 2 else ()
-        unknown = any(b not in here[a].links and a not in here[b].links for a, b in pairs)
-        return "measuring nodes and network" if slow or unknown else ""
-
-    def _forming_wait(self, model: ModelConfig, now: float) -> str:
-        """What the first forming still waits for: declared nodes, or a moment without new ones."""
-        live = {self.box.name, *(peer.name for peer in self.peers.live())}
-        declared = [node.name for node in self.box.config.nodes if not model.nodes or node.name in model.nodes]
-        missing = [name for name in declared if name not in live]
-        left = self.box.config.cluster.form_wait_s - (now - self.box.started)
-        facts = self.all_facts()
-        waiting = [node.name for node in facts if self.library.engines_from(node, facts)]
-        if waiting and left > 0:
-            return f"waiting for {', '.join(waiting)} to fetch engines"
-        if missing and left > 0 and model.name not in self.formed:
-            return f"waiting for {', '.join(missing)} ({left:.0f} s more)"
-        return "looking for other nodes" if not declared and now - self.peers.newest < SETTLE_S else ""
 
     def _on_trouble(self, run: RankRun, kind: str, text: str) -> None:
         """A rank here is broken, or lost to another: tell the ring's proposer, which may be this node."""
@@ -8053,7 +8019,7 @@ class Node:
 
     # --- running -------------------------------------------------------------------------------------
 
-    async def run(self, open_services: Callable[[Node], Awaitable[list[Callable[[], Awaitable[None]]]]]) -> None:
+    async def run(self, open_services: Callable[[Node, contextlib.AsyncExitStack], Awaitable[None]]) -> None:
         """Serve until `stop` is set; raises ShardboxError when this node cannot start or go on."""
         cluster, port = self.box.config.cluster, self.box.settings.ports.mesh
         for address in [a.address for a in self.facts.addresses] if cluster.interfaces else ["0.0.0.0"]:
@@ -8062,31 +8028,26 @@ class Node:
             except OSError as error:
                 what = f"cannot listen on {address}:{port}: {error.strerror}"
                 raise UsageError(what, where="ports.mesh", hint=port_owner_hint(port)) from None
-        services = await open_services(self)
-        self.peers.refresh()
-        loops = [
-            self._tick_loop,
-            self._survey_loop,
-            self._knock_loop,
-            self._link_loop,
-            *([self._announce_loop] if cluster.discovery == "mdns" else []),
-        ]
-        tasks = [keep_task(self.box.tasks, loop()) for loop in loops]
-        for task in tasks:
-            task.add_done_callback(self._on_loop_end)
-        try:
-            await self.stop.wait()
-            await self._drain(0.0 if self.box.failure else self.box.config.api.drain_s)
-        finally:
+        async with contextlib.AsyncExitStack() as services:
+            await open_services(self, services)
+            self.peers.refresh()
+            loops = [self._tick_loop, self._survey_loop, self._knock_loop, self._link_loop]
+            loops += [self._announce_loop] if cluster.discovery == "mdns" else []
+            tasks = [keep_task(self.box.tasks, loop()) for loop in loops]
             for task in tasks:
-                task.cancel()
-            await self._shut_down(services)
+                task.add_done_callback(self._on_loop_end)
+            try:
+                await self.stop.wait()
+                await self._drain(0.0 if self.box.failure else self.box.config.api.drain_s)
+            finally:
+                for task in tasks:
+                    task.cancel()
+                await self._shut_down(services)
         if self.box.failure:
             raise self.box.failure
 
     def _on_loop_end(self, task: asyncio.Task[None]) -> None:
         if not task.cancelled() and task.exception():
-            log.error("bug in a background task", exc_info=task.exception())
             self.box.fail(ShardboxError(f"bug: {task.exception()!r}", hint="the log has the traceback"))
 
     async def _drain(self, grace_s: float) -> None:
@@ -8103,11 +8064,12 @@ class Node:
             await asyncio.sleep(0.1)
         await leaving
 
-    async def _shut_down(self, services: list[Callable[[], Awaitable[None]]]) -> None:
+    async def _shut_down(self, services: contextlib.AsyncExitStack) -> None:
         log.info("stopping")
-        await self.rings.close()
-        for close in (self.library.close, self.host.close, self.discovery.close, *services, self.peers.close):
-            await close()
+        for part in (self.rings, self.library, self.host, self.discovery):
+            await part.close()
+        await services.aclose()
+        await self.peers.close()
         await self.box.in_thread(self.mesh.close)
         self.surveyor.close()
         self.box.pool.shutdown(wait=False, cancel_futures=True)
@@ -8115,8 +8077,8 @@ class Node:
     async def _tick_loop(self) -> None:
         while True:
             self.peers.refresh()
-            self.library.tend_engines(self.all_facts()[1:])
-            self.tick_rings()
+            self.library.tend_engines(self.peers.all_facts()[1:])
+            self.proposer.tick()
             keep_task(self.box.tasks, self.host.reap())
             await asyncio.sleep(0.5)
 
@@ -8165,7 +8127,7 @@ class Node:
         """Whether an engine here is at work for somebody: copies go slowly then. Any thread."""
         moved = sum(w.stats.sent_bytes for run in list(self.host.runs.values()) for _, w in list(run.wires))
         now = time.monotonic()
-        if moved != self._moved[1] or any(traffic.in_flight for traffic in self.rings.traffic.values()):
+        if moved != self._moved[1] or any(traffic.in_flight for traffic in list(self.rings.traffic.values())):
             self._moved = now, moved
         return now - self._moved[0] < 1.0
 
@@ -8213,7 +8175,8 @@ def best_view(node: Node, name: str) -> ModelView:
     if own.phase in (*Phase.ACTIVE, Phase.STOPPING, Phase.STOPPED):
         return own
     peers = [peer for peer in node.peers.live() if not peer.problem]
-    others = [view for peer in peers for view in peer.models if view.model == name and view.phase in Phase.TELLING]
+    views = [view for peer in peers for view in peer.said.models if view.model == name]
+    others = [view for view in views if view.phase in Phase.TELLING]
     return min(others, key=lambda view: Phase.TELLING.index(view.phase), default=own)
 
 
@@ -8257,7 +8220,7 @@ def peer_view(peer: Peer, *, live: bool, declared: bool) -> PeerView:
         state=state,
         address=peer.target[1] if peer.target else hint.address if hint else "",
         source=peer.source or (hint.source if hint else ""),
-        detail=peer.twin or ("goes down" if live and peer.leaving else "" if live else peer.problem),
+        detail=peer.twin or ("goes down" if live and peer.said.leaving else "" if live else peer.problem),
         rtt_ms=peer.rtt_ms if live else 0.0,
         silent_s=time.monotonic() - peer.last_seen if peer.last_seen else 0.0,
     )
@@ -8269,10 +8232,16 @@ def facts_view(facts: NodeFacts | None, **given: Any) -> PeerView:
     return view_of(PeerView, facts, **sizes, **given)
 
 
+def own_copies(node: Node) -> tuple[CopyView, ...]:
+    """What is being copied to this node, or read on it, and how copies to it ended."""
+    reading = [reading.view() for reading in list(node.surveyor.readings.values())]
+    return (*(copy.view() for copy in node.library.copies.values()), *reading)
+
+
 def all_copies(node: Node) -> tuple[CopyView, ...]:
-    """What is being copied to any node, and how copies to this one ended."""
-    others = [view for peer in node.peers.live() for view in peer.copies if view.state == "copying"]
-    return (*(copy.view() for copy in node.library.copies.values()), *others)
+    """The same of every node, but for what has ended elsewhere."""
+    others = [view for peer in node.peers.live() for view in peer.said.copies if view.state in ("copying", "reading")]
+    return (*own_copies(node), *others)
 
 
 def wrong_copies(model: ModelConfig, facts: Sequence[NodeFacts]) -> list[str]:
@@ -8300,7 +8269,7 @@ def snapshot(node: Node) -> Snapshot:
     opened = sorted({f"{rank.node}: {rank.isolation_problem}" for rank in ranks})
     warnings = [
         *node.warnings.values(),
-        *(text for model in box.config.models for text in wrong_copies(model, node.all_facts())),
+        *(text for model in box.config.models for text in wrong_copies(model, node.peers.all_facts())),
         *([f"anybody who reaches {api} can use it: set [api] keys_file"] if box.config.api.open else []),
         *([f"shardbox.toml differs on {', '.join(differing)}"] if differing else []),
         *(f"the engine's ports are open on {text}" for text in opened),
@@ -8345,12 +8314,15 @@ class ApiError(Exception):
         super().__init__(text)
         self.status, self.text, self.code = status, text, code
 
-    def response(self) -> web.Response:
+    def body(self) -> dict[str, Any]:
         """The error in OpenAI's shape."""
         kind = "invalid_request_error" if self.status < 500 or self.status == 501 else "server_error"
-        body = {"error": {"message": self.text, "type": kind, "param": None, "code": self.code}}
+        return {"error": {"message": self.text, "type": kind, "param": None, "code": self.code}}
+
+    def response(self) -> web.Response:
+        """The whole answer."""
         retry = {"Retry-After": "5"} if self.status in (429, 503) else None
-        return web.json_response(body, status=self.status, headers=retry)
+        return web.json_response(self.body(), status=self.status, headers=retry)
 
 
 class RingError(ApiError):
@@ -8529,7 +8501,7 @@ async def answer_request(node: Node, request: web.Request, path: str) -> web.Str
         except RingError as error:
             if error.code == "ring_lost":
                 held = held.broken(generation, time.monotonic())
-            if model.name not in node.formed:  # its first start may take minutes: the client is told at once
+            if model.name not in node.proposer.formed:  # its first start may take minutes: the client is told at once
                 raise
             await wait_for_ring(node, model.name, held, error)
 
@@ -8557,7 +8529,7 @@ async def ask_ring(
     when the request may be asked again."""
     if node.rings.rings[model.name].phase == Phase.SERVING:
         return await answer_model(node, request, path, model, body)
-    leader = "" if passed_on else node.leader_of(model.name)
+    leader = "" if passed_on else node.proposer.leader_of(model.name)
     if not leader:
         raise not_ready(node, model.name)
     try:
@@ -8571,8 +8543,7 @@ async def ask_ring(
     except MeshError as error:
         raise RingError(503, f"the leader {leader} cannot be reached: {error}", "model_not_ready") from None
     except (aiohttp.ClientError, OSError) as error:
-        unsent = isinstance(error, aiohttp.ClientConnectorError) or isinstance(error.__cause__, MeshError)
-        code = "model_not_ready" if unsent else "ring_lost"
+        code = "model_not_ready" if isinstance(error.__cause__, MeshError) else "ring_lost"  # the former: not sent
         raise RingError(503, f"the leader {leader} was lost: {error}", code) from None
     if reply.status == 503:
         raise retold(whole)
@@ -8614,9 +8585,8 @@ async def ending_in_words(chunks: AsyncIterator[bytes], model: str) -> AsyncIter
         async for chunk in chunks:
             yield chunk
     except (aiohttp.ClientError, EngineError) as error:
-        text = f"the answer of {model} broke off: {breakage(error)}"
-        body = {"error": {"message": text, "type": "server_error", "param": None, "code": "ring_lost"}}
-        yield b"data: " + json.dumps(body).encode() + b"\n\ndata: [DONE]\n\n"
+        lost = RingError(503, f"the answer of {model} broke off: {breakage(error)}", "ring_lost")
+        yield b"data: " + json.dumps(lost.body()).encode() + b"\n\ndata: [DONE]\n\n"
 
 
 def breakage(error: BaseException) -> str:
@@ -8808,9 +8778,9 @@ def token_usage(prompt: int, output: int) -> dict[str, int]:
     return {"prompt_tokens": prompt, "completion_tokens": output, "total_tokens": prompt + output}
 
 
-async def open_endpoint(node: Node, gate: Endpoint, runner: web.AppRunner) -> Callable[[], Awaitable[None]]:
-    """Listen for clients; returns what stops that. A connection too many, or one that asks nothing within
-    REQUEST_TIMEOUT_S, is closed. Raises UsageError where the port or the certificate cannot be had."""
+async def open_endpoint(node: Node, gate: Endpoint, runner: web.AppRunner) -> asyncio.Server:
+    """Listen for clients. A connection too many, or one that asks nothing within REQUEST_TIMEOUT_S, is closed. Raises
+    UsageError where the port or the certificate cannot be had."""
     bind, port, server = node.box.config.api.bind, node.box.settings.ports.api, runner.server
     assert server is not None
     loop = asyncio.get_running_loop()
@@ -8828,15 +8798,10 @@ async def open_endpoint(node: Node, gate: Endpoint, runner: web.AppRunner) -> Ca
             handler.transport.abort()
 
     try:
-        listening = await loop.create_server(admit, bind, port, ssl=api_tls(node.box.config))
+        return await loop.create_server(admit, bind, port, ssl=api_tls(node.box.config))
     except OSError as error:
         what = f"cannot listen on {bind}:{port}: {os.strerror(error.errno or 0)}"
         raise UsageError(what, where="ports.api", hint=port_owner_hint(port)) from None
-
-    async def close() -> None:
-        listening.close()
-
-    return close
 
 
 # ======================================================================================================
@@ -8945,7 +8910,7 @@ class PeerService:
             desired=dict(node.desired),
             models=tuple(model_view(node, model.name) for model in node.box.config.models),
             leaving=node.stop.is_set(),
-            copies=tuple(copy.view() for copy in node.library.copies.values()),
+            copies=own_copies(node),
             reached=dict(node.reached),
         )
 
@@ -9048,15 +9013,10 @@ class OwnerService:
 
     async def down(self, request: web.Request) -> Any:
         """End this node, or with ?all every one that is reached."""
-        peers, told = self._node.peers, dict[str, str]()
-        for peer in peers.live() if request.query.get("all") else []:
-            try:
-                await peers.call(peer.name, "POST", "/peer/down")
-                told[peer.name] = "stopping"
-            except ShardboxError as error:
-                told[peer.name] = error.what
+        told = await self._node.peers.call_all("POST", "/peer/down") if request.query.get("all") else {}
         self._node.stop.set()
-        return {"told": told}
+        words = {name: said.what if isinstance(said, ShardboxError) else "stopping" for name, said in told.items()}
+        return {"told": words}
 
     async def want(self, request: web.Request) -> Any:
         """Start or stop a model on the whole cluster."""
@@ -9075,8 +9035,8 @@ class OwnerService:
         return [node.library.pull(model, only, data.get("replace") is True) for model in models]
 
     async def copies(self, request: web.Request) -> Any:
-        """What is on its way to this box, or has come since it is up."""
-        return [copy.view() for copy in self._node.library.copies.values()]
+        """What is on its way to any box or read there, and what has come to this one since it is up."""
+        return all_copies(self._node)
 
     async def verify(self, request: web.Request) -> Any:
         """What every box finds when it reads its copy of a model again: all at once."""
@@ -9090,14 +9050,14 @@ class OwnerService:
             except ShardboxError as error:
                 return {"problem": error.what}
 
-        names = [peer.name for peer in node.peers.live() if peer.name != node.box.name]
+        names = [peer.name for peer in node.peers.live()]
         found = await asyncio.gather(node.library.reread(model), *map(ask, names))
         return dict(zip([node.box.name, *names], found, strict=True))
 
     async def nodes(self, request: web.Request) -> Any:
         """Every node that is known, and the facts of those that are live."""
         node = self._node
-        return {"nodes": peer_views(node), "facts": node.all_facts()}
+        return {"nodes": peer_views(node), "facts": node.peers.all_facts()}
 
     async def logs(self, request: web.Request) -> Any:
         """Engine logs of one node or of all."""
@@ -9116,15 +9076,16 @@ class OwnerService:
         node = self._node
         reaches = await node.reach_all()
         await node.knock()
-        for peer in node.peers.live():
+        for name, found in (await node.peers.call_all("GET", "/peer/pairs", 4 * CALL_TIMEOUT_S)).items():
             try:
-                reply = await node.peers.call(peer.name, "GET", "/peer/pairs", None, 4 * CALL_TIMEOUT_S)
-                reaches += [from_json(Reach, item, "pairs") for item in reply]
+                if isinstance(found, ShardboxError):
+                    raise found
+                reaches += [from_json(Reach, item, "pairs") for item in found]
             except ShardboxError as error:
-                reaches.append(Reach(source=peer.name, target="-", address="-", problem=error.what, hint=error.hint))
+                reaches.append(Reach(source=name, target="-", address="-", problem=error.what, hint=error.hint))
         skew_s = {peer.name: peer.wall_skew_s for peer in node.peers.live()}
-        body = {"pairs": reaches, "facts": node.all_facts(), "clock_skew_s": skew_s, "exposures": node.exposures()}
-        return {**body, "discovery": node.discovery.problem}
+        body = {"pairs": reaches, "facts": node.peers.all_facts(), "clock_skew_s": skew_s}
+        return {**body, "exposures": node.exposures(), "discovery": node.discovery.problem}
 
 
 def find_configured(config: Config, name: str) -> ModelConfig:
@@ -9147,14 +9108,14 @@ def status_address(cluster: str, node: str) -> str:
     return f"\0{name}" if sys.platform == "linux" else f"/tmp/{name.replace('/', '-')}.status"
 
 
-async def start_status_service(node: Node) -> Callable[[], Awaitable[None]]:
-    """Serve the snapshot as JSON to whoever connects; the connection is then closed."""
+async def start_status_service(node: Node, closing: contextlib.AsyncExitStack) -> None:
+    """Serve the snapshot as JSON to whoever connects; the connection is then closed. Raises UsageError."""
     address = status_address(node.box.config.cluster.name, node.box.name)
+    is_path = not address.startswith("\0")
 
     def unlink() -> None:
-        if not address.startswith("\0"):
-            with contextlib.suppress(FileNotFoundError):
-                os.unlink(address)
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(address)
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         with contextlib.closing(writer), contextlib.suppress(ConnectionError, TimeoutError):  # it went away
@@ -9162,28 +9123,23 @@ async def start_status_service(node: Node) -> Callable[[], Awaitable[None]]:
             async with asyncio.timeout(5):
                 await writer.drain()
 
-    unlink()
-    sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    sock = closing.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
+    if is_path:
+        unlink()
+        closing.callback(unlink)
     try:
         sock.bind(address)
     except OSError as error:
-        sock.close()
         what = f"another process serves the status of node {node.box.name}: {error.strerror}"
         raise UsageError(what, hint="is a second shardbox up on this box? `shardbox down` ends it") from None
-    if not address.startswith("\0"):
+    if is_path:
         os.chmod(address, 0o666)
-    server = await asyncio.start_unix_server(serve, sock=sock)
-
-    async def close() -> None:
-        server.close()
-        unlink()
-
-    return close
+    closing.callback((await asyncio.start_unix_server(serve, sock=sock)).close)
 
 
-async def start_services(node: Node) -> list[Callable[[], Awaitable[None]]]:
-    """Open the peers' service, the owner's control socket, the endpoint and the status socket; returns what
-    closes each of them. Raises ShardboxError where a port or path cannot be had."""
+async def start_services(node: Node, closing: contextlib.AsyncExitStack) -> None:
+    """Open the peers' service, the owner's control socket, the endpoint and the status socket; `closing` closes them.
+    Raises ShardboxError where a port or path cannot be had."""
     gate = Endpoint(node)
     runners = [
         web.AppRunner(app, access_log=None, handler_cancellation=True, shutdown_timeout=1.0)
@@ -9191,6 +9147,7 @@ async def start_services(node: Node) -> list[Callable[[], Awaitable[None]]]:
     ]
     for runner in runners:
         await runner.setup()
+        closing.push_async_callback(runner.cleanup)
     peers, owner, endpoint = runners
     node.control = peers.server
     with short_socket_path(control_path(node.box.folder)) as path:
@@ -9201,8 +9158,8 @@ async def start_services(node: Node) -> list[Callable[[], Awaitable[None]]]:
             await web.UnixSite(owner, path).start()
         finally:
             os.umask(mask)
-    closing = await open_endpoint(node, gate, endpoint)
-    return [closing, *(runner.cleanup for runner in runners), await start_status_service(node)]
+    closing.callback((await open_endpoint(node, gate, endpoint)).close)
+    await start_status_service(node, closing)
 
 
 # ======================================================================================================
@@ -9353,7 +9310,7 @@ def status_text(snapshot: Snapshot, verbose: bool = True) -> str:
         if view.ranks:
             lines.append(ranks_table(view))
     copies = [f"  {view.model or 'engines'}: {copy_text(view)}" for view in snapshot.copies if view.state != "done"]
-    lines += ["", "copies:", *copies] if copies else []
+    lines += ["", "files:", *copies] if copies else []
     lines += ["", peers_table(snapshot.peers)]
     if snapshot.exits:
         lines += ["", "last exits, newest first:", *(f"  {text}" for text in snapshot.exits)]
@@ -9444,7 +9401,7 @@ def losses_text(
 
 
 # ======================================================================================================
-# 22. Command line: each command returns its exit code; only main() ends the program
+# 22. Running: configuration, names and secrets; `up`, its end, and asking this box's node
 # ======================================================================================================
 
 CONFIG_NAME = "shardbox.toml"
@@ -9531,8 +9488,19 @@ class NodeDown(ShardboxError):
     """The node on this box does not run or does not answer."""
 
 
-def ask_node(config: Config, name: str, method: str, path: str, body: Any = None, timeout_s: float = 60.0) -> Any:
-    """What this box's node answers to its owner. Raises ShardboxError, also when it is not running."""
+class NotRunning(NodeDown):
+    """No `up` runs under this name on this box."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(f"node {name} is not running on this box", hint="start it with `shardbox up`")
+
+
+def ask_node(
+    config: Config, name: str, method: str, path: str, body: Any = None, timeout_s: float = 60.0,
+    meanwhile: Callable[[], None] | None = None,
+) -> Any:  # fmt: skip
+    """What this box's node answers to its owner; `meanwhile` is called while it thinks, about twice a second. Raises
+    ShardboxError, also when it is not running."""
     from http.client import HTTPConnection, HTTPException  # with what it imports, too slow for `status`
 
     connection = HTTPConnection("shardbox")
@@ -9542,10 +9510,12 @@ def ask_node(config: Config, name: str, method: str, path: str, body: Any = None
         with short_socket_path(control_path(state_folder(config.cluster.name, name))) as short:
             connection.sock.connect(short)
         connection.request(method, path, json.dumps(body) if body is not None else None)
+        while meanwhile and not select.select([connection.sock], [], [], 0.5)[0]:
+            meanwhile()
         reply = connection.getresponse()
         data = json.loads(reply.read())
     except (FileNotFoundError, ConnectionRefusedError):
-        raise NodeDown(f"node {name} is not running on this box", hint="start it with `shardbox up`") from None
+        raise NotRunning(name) from None
     except PermissionError:
         what, hint = "the control socket belongs to another user", "run this as the user who runs `shardbox up`"
         raise UsageError(what, hint=hint) from None
@@ -9572,7 +9542,7 @@ def read_status(config: Config, name: str, timeout_s: float) -> Snapshot:
                 chunks.append(sock.recv(1 << 16))
         return from_json(Snapshot, json.loads(b"".join(chunks)), "status")
     except (FileNotFoundError, ConnectionRefusedError):
-        raise NodeDown(f"node {name} is not running on this box", hint="start it with `shardbox up`") from None
+        raise NotRunning(name) from None
     except TimeoutError:
         raise NodeDown(f"node {name} accepts but says nothing within {timeout_s:g} s") from None
     except OSError as error:
@@ -9586,58 +9556,6 @@ def check_status_owner(sock: socket.socket, config: Config) -> None:
     if (uid := peer_uid(sock)) not in (None, 0, os.geteuid(), os.stat(config.file).st_uid):
         hint = "run `status` as the user who runs `up`, or give that user the TOML"
         raise UsageError(f"user {uid} answers for this node, who owns neither it nor {config.file}", hint=hint)
-
-
-# --- commands: each returns its exit code; its docstring is its help --------------------------------------
-
-
-class Meter:
-    """Tells how far something is: a bar on a terminal, lines in a log, nothing at all in a pipe, as cron's is."""
-
-    LINE_S = 10.0  # between two lines in a log
-
-    def __init__(self) -> None:
-        self._bar, self._said = sys.stdout.isatty(), 0.0
-        with contextlib.suppress(OSError, ValueError):
-            self._log = "JOURNAL_STREAM" in os.environ or stat.S_ISREG(os.fstat(sys.stdout.fileno()).st_mode)
-
-    def show(self, share: float, text: str) -> None:
-        """`share` of 1 is done; `text` says more."""
-        if self._bar:
-            width = max(20, os.get_terminal_size().columns - 1)
-            filled = int(20 * share)
-            print("\r" + f"[{'#' * filled:20}] {text}"[:width].ljust(width), end="", flush=True)
-        elif self._log and time.monotonic() - self._said > self.LINE_S:
-            self._said = time.monotonic()
-            print(text, flush=True)
-
-    def end(self, text: str) -> None:
-        """The last word."""
-        if self._bar:
-            print("\r" + text.ljust(max(20, os.get_terminal_size().columns - 1)))
-        elif self._log:
-            print(text, flush=True)
-
-
-def with_config(run: Callable[..., int]) -> Callable[..., int]:
-    """A command that is given the configuration and this node's name for --config and --node."""
-
-    @functools.wraps(run)
-    def command(config_path: str | None, node: str | None, **settings: Any) -> int:
-        config = load_config(config_path)
-        return run(config, node_name(config, node), **settings)
-
-    return command
-
-
-def cmd_up(config_path: str | None, node: str | None, detach: bool, stick: str) -> int:
-    """Run this box's node until `down`, SIGTERM or Ctrl-C."""
-    if stick:
-        to = os.path.dirname(os.path.abspath(config_path or CONFIG_NAME))
-        unpack_stick(stick, to, node, over=False)
-        config_path = config_path or os.path.join(to, CONFIG_NAME)
-    config = load_config(config_path)
-    return run_up(config, node_name(config, node), detach)
 
 
 def run_up(config: Config, name: str, detach: bool) -> int:
@@ -9776,14 +9694,74 @@ def detach_up(config: Config, name: str, log_path: str) -> int:
     raise ShardboxError("it runs, but does not answer after 30 s", where=log_path)
 
 
+class Meter:
+    """Tells how far something is: a bar on a terminal, lines in a log, nothing at all in a pipe, as cron's is."""
+
+    LINE_S = 10.0  # between two lines in a log
+
+    def __init__(self, total_bytes: int = 0) -> None:
+        """`total_bytes`: of all that add() tells of."""
+        self._total, self._done = total_bytes, 0
+        self._bar, self._said = sys.stdout.isatty(), 0.0
+        with contextlib.suppress(OSError, ValueError):
+            self._log = "JOURNAL_STREAM" in os.environ or stat.S_ISREG(os.fstat(sys.stdout.fileno()).st_mode)
+
+    def show(self, share: float, text: str) -> None:
+        """`share` of 1 is done; `text` says more."""
+        if self._bar:
+            width = max(20, os.get_terminal_size().columns - 1)
+            filled = int(20 * share)
+            print("\r" + f"[{'#' * filled:20}] {text}"[:width].ljust(width), end="", flush=True)
+        elif self._log and time.monotonic() - self._said > self.LINE_S:
+            self._said = time.monotonic()
+            print(text, flush=True)
+
+    def add(self, path: str, count: int) -> None:
+        """So many bytes more are done, of a file."""
+        self._done += count
+        text = f"{format_size(self._done)} of {format_size(self._total)}: {path}"
+        self.show(self._done / max(1, self._total), text)
+
+    def end(self, text: str) -> None:
+        """The last word."""
+        if self._bar:
+            print("\r" + text.ljust(max(20, os.get_terminal_size().columns - 1)))
+        elif self._log:
+            print(text, flush=True)
+
+
+def with_config(run: Callable[..., int]) -> Callable[..., int]:
+    """A command that is given the configuration and this node's name for --config and --node."""
+
+    @functools.wraps(run)
+    def command(config_path: str | None, node: str | None, **settings: Any) -> int:
+        config = load_config(config_path)
+        return run(config, node_name(config, node), **settings)
+
+    return command
+
+
+# ======================================================================================================
+# 23. Commands: each returns its exit code; its docstring is its help
+# ======================================================================================================
+
+
+def cmd_up(config_path: str | None, node: str | None, detach: bool, stick: str) -> int:
+    """Run this box's node until `down`, SIGTERM or Ctrl-C."""
+    if stick:
+        to = os.path.dirname(os.path.abspath(config_path or CONFIG_NAME))
+        unpack_stick(stick, to, node, over=False)
+        config_path = config_path or os.path.join(to, CONFIG_NAME)
+    config = load_config(config_path)
+    return run_up(config, node_name(config, node), detach)
+
+
 @with_config
 def cmd_down(config: Config, name: str, everywhere: bool) -> int:
     """End this box's node and the rings it is part of."""
     try:
         reply = ask_node(config, name, "POST", "/down?all=1" if everywhere else "/down")
-    except NodeDown as error:
-        if "not running" not in error.what:
-            raise
+    except NotRunning:
         print(f"node {name} is not running")
         return 0
     for peer, answer in reply["told"].items():
@@ -9866,17 +9844,18 @@ def live_facts(config: Config, name: str) -> list[NodeFacts]:
 
 
 def survey_once(config: Config, name: str) -> NodeFacts:
-    """This box's facts, without a running node; model files are not hashed."""
+    """This box's facts, without a running node; no model file is read."""
     folder = state_folder(config.cluster.name, name)
     try:
         os.makedirs(folder, mode=0o700, exist_ok=True)
     except OSError as error:
         hint = "run as the user who runs `up`, or set SHARDBOX_STATE"
         raise UsageError(f"cannot be written: {error.strerror}", where=folder, hint=hint) from None
-    with contextlib.closing(Surveyor(config, name, folder, isolation_problem())) as surveyor:
-        if surveyor.speedometer.is_alive():
-            surveyor.speedometer.join()
-        return surveyor.survey(own_bytes=0)
+    surveyor = Surveyor(config, name, folder, isolation_problem())
+    surveyor.close()
+    if surveyor.speedometer.is_alive():
+        surveyor.speedometer.join()
+    return surveyor.survey(own_bytes=0)
 
 
 def read_facts(path: str) -> list[NodeFacts]:
@@ -9937,6 +9916,12 @@ def cmd_stop(**settings: str) -> int:
     return cmd_start(**settings, wanted=False)
 
 
+def node_copies(config: Config, name: str, *, reading: bool) -> list[CopyView]:
+    """What this box's node knows to be read on any box, or to be copied."""
+    views = [from_json(CopyView, item, "copies") for item in ask_node(config, name, "GET", "/copies")]
+    return [view for view in views if (view.state == "reading") == reading]
+
+
 @with_config
 def cmd_pull(config: Config, name: str, model: str, giver: str, over: bool) -> int:
     """Fetch a model, or all that the TOML names, from the boxes that have it to this one."""
@@ -9945,9 +9930,7 @@ def cmd_pull(config: Config, name: str, model: str, giver: str, over: bool) -> i
     meter = Meter()
     while any(view.state == "copying" for view in views):
         time.sleep(0.3)
-        found = {
-            item["model"]: from_json(CopyView, item, "copies") for item in ask_node(config, name, "GET", "/copies")
-        }
+        found = {view.model: view for view in node_copies(config, name, reading=False) if view.node == name}
         views = [found[view.model] if view.state == "copying" else view for view in views]
         now = [view for view in views if view.state == "copying"]
         size, done = sum(view.size_bytes for view in views), sum(view.done_bytes for view in views)
@@ -9984,10 +9967,12 @@ def copy_state(copy: ModelFacts, common: str) -> str:
     """One word or two for `models`."""
     if copy.receiving:
         return "copying"
+    if copy.hashed_bytes:
+        return f"reading, {100 * copy.hashed_bytes // max(1, copy.size_bytes)} %"
     if copy.problem:
         return "damaged" if copy.path else "missing"
     if not copy.root:
-        return f"reading, {100 * copy.hashed_bytes // max(1, copy.size_bytes)} %" if copy.hashed_bytes else "not read"
+        return "not read"
     return "whole" if copy.root == common else "other bytes"
 
 
@@ -10015,8 +10000,15 @@ def prune_models(config: Config, name: str, yes: bool) -> int:
 @with_config
 def cmd_verify(config: Config, name: str, model: str) -> int:
     """Read a model again on all boxes at once, and say whose copy is not right."""
-    query = urllib.parse.urlencode({"model": model})
-    found = ask_node(config, name, "GET", f"/verify?{query}", timeout_s=VERIFY_TIMEOUT_S)
+    query, own, meter = urllib.parse.urlencode({"model": model}), config.model(model), Meter()
+
+    def show() -> None:
+        views = [view for view in node_copies(config, name, reading=True) if own and view.model == own.name]
+        share = sum(view.done_bytes for view in views) / max(1, sum(view.size_bytes for view in views))
+        meter.show(share, "; ".join(map(copy_text, views)))
+
+    found = ask_node(config, name, "GET", f"/verify?{query}", timeout_s=VERIFY_TIMEOUT_S, meanwhile=show)
+    meter.end(f"{model}: read on {len(found)} boxes")
     votes = Counter[str]()
     for entry in found.values():
         if entry.get("root") and not entry["problem"]:
@@ -10033,14 +10025,24 @@ def cmd_verify(config: Config, name: str, model: str) -> int:
     return 1 if wrong or not found else 0
 
 
-def check_total_room(folder: str, files: Iterable[tuple[str, int]]) -> None:
-    """Raises FileError where what is still missing of these files does not fit."""
-    need = sum(size for path, size in files if not os.path.isfile(path) or os.path.getsize(path) != size)
-    found = os.statvfs(folder)
-    free = found.f_bavail * found.f_frsize
-    if need > free:
-        what = f"has {format_size(free)} free, and {format_size(need)} are needed"
-        raise FileError(what, where=folder, hint=f"make room for {format_size(need - free)}")
+def check_total_room(files: Iterable[tuple[str, int]]) -> None:
+    """Raises FileError where what is still missing of these files, each with its size, does not fit where it goes."""
+    need, homes = Counter[int](), dict[int, str]()
+    for path, size in files:
+        home = os.path.dirname(path)
+        while not os.path.isdir(home):
+            home = os.path.dirname(home)
+        device = os.stat(home).st_dev
+        homes[device] = home
+        if not os.path.isfile(path) or os.path.getsize(path) != size:
+            draft = f"{path}.part"
+            need[device] += size - (min(size, os.stat(draft).st_blocks * 512) if os.path.isfile(draft) else 0)
+    for device, home in homes.items():
+        found = os.statvfs(home)
+        free = found.f_bavail * found.f_frsize
+        if need[device] > free:
+            what = f"has {format_size(free)} free, and {format_size(need[device])} are needed"
+            raise FileError(what, where=home, hint=f"make room for {format_size(need[device] - free)}")
 
 
 def toml_for_stick(config: Config, with_secret: bool) -> bytes:
@@ -10063,22 +10065,25 @@ def toml_for_stick(config: Config, with_secret: bool) -> bytes:
     )
 
 
+@contextlib.contextmanager
+def disk_errors(where: str, hint: str) -> Iterator[None]:
+    """What the operating system says of a disk there, as FileError."""
+    try:
+        yield
+    except OSError as error:
+        full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+        hint = "make room and type it again: it goes on from here" if full else hint
+        raise FileError(f"cannot be used: {error.strerror}", where=where, hint=hint) from None
+
+
 @with_config
 def cmd_pack(config: Config, name: str, folder: str, with_secret: bool) -> int:
     """Write all that a box needs to a folder, such as a USB stick: program, TOML, engines, models."""
-    state, settings, platform_name = state_folder(config.cluster.name, name), config.node(name), probe_platform()
+    state, settings = state_folder(config.cluster.name, name), config.node(name)
     facts = survey_once(config, name)
     secret_file = config.cluster.secret_file
     if with_secret and os.path.isabs(secret_file):
         raise UsageError("names a place outside the TOML's folder: carry it by hand", where="cluster.secret_file")
-    os.makedirs(folder, exist_ok=True)
-    manifest, old = os.path.join(folder, MANIFEST_NAME), os.path.join(folder, f"{MANIFEST_NAME}.old")
-    with contextlib.suppress(FileNotFoundError):
-        os.replace(manifest, old)  # until this has come to its end, there is no whole stick
-    kept: list[StickFile] = []  # of boxes of other platforms, where pack has run before
-    with contextlib.suppress(FileError):
-        files = read_manifest(folder, f"{MANIFEST_NAME}.old").files
-        kept = [entry for entry in files if entry.platform not in ("", platform_name)]
     with tempfile.TemporaryDirectory() as drafts:
         with open(os.path.join(drafts, CONFIG_NAME), "wb") as file:
             file.write(toml_for_stick(config, with_secret))
@@ -10086,57 +10091,67 @@ def cmd_pack(config: Config, name: str, folder: str, with_secret: bool) -> int:
         if with_secret and secret_file:
             work.append(("secret", secret_file, os.path.join(config.folder, secret_file), ""))
         work += to_pack(config, facts.binaries, engine_places(config, settings, state)[1], settings.model_dirs)
-        entries = [*kept, *pack_files(folder, work, kept, platform_name, HashCache(state))]
-    platforms = sorted({entry.platform for entry in entries if entry.kind == "program"})
-    secret = "" if with_secret else f"write the cluster's secret into {secret_file or 'cluster.secret'}, beside it"
-    text = STICK_TEXT.format(cluster=config.cluster.name, stick="STICK", secret=secret, platforms=", ".join(platforms))
-    for path, content in (
-        ("README.txt", text),
-        (manifest, json.dumps(to_json(Manifest(format=STICK_FORMAT, files=tuple(entries))))),
-    ):
-        with open(os.path.join(folder, path), "w", encoding="utf-8") as written:
-            written.write(content)
-            written.flush()
-            os.fsync(written.fileno())
-    with contextlib.suppress(FileNotFoundError):
-        os.unlink(old)
+        secret = "" if with_secret else f"write the cluster's secret into {secret_file or 'cluster.secret'}, beside it"
+        text = functools.partial(STICK_TEXT.format, cluster=config.cluster.name, stick="STICK", secret=secret)
+        with disk_errors(folder, STICK_BACK):
+            entries = write_stick(folder, work, HashCache(state), text)
     size = format_size(sum(entry.size for entry in entries))
     print(f"{folder}: {len(entries)} files, {size}; README.txt there says what to type")
     return 0
 
 
-def pack_files(
-    folder: str,
-    work: Sequence[tuple[str, str, str, str]],
-    kept: Sequence[StickFile],
-    platform_name: str,
-    cache: HashCache,
-) -> Iterator[StickFile]:
-    """Put files on a stick, one after the other. Raises FileError."""
-    names = {piece.lower() for entry in kept for piece in entry.pieces}
-    sizes = [os.path.getsize(path) for _, _, path, _ in work]
+def write_stick(
+    folder: str, work: Sequence[tuple[str, str, str, str]], cache: HashCache, text: Callable[..., str]
+) -> list[StickFile]:
+    """Put files on a stick, beside those for other platforms; `work`: see to_pack. Raises FileError, OSError."""
+    os.makedirs(folder, exist_ok=True)
+    manifest, old = os.path.join(folder, MANIFEST_NAME), os.path.join(folder, f"{MANIFEST_NAME}.old")
+    kept: list[StickFile] = []  # of boxes of other platforms, where pack has run before
+    for name in (f"{MANIFEST_NAME}.old", MANIFEST_NAME):
+        with contextlib.suppress(FileError):
+            files = read_manifest(folder, name).files
+            kept = [entry for entry in files if entry.platform not in ("", probe_platform())]
+    planned = plan_stick(work, kept)
     check_total_room(
-        folder,
-        [
-            (os.path.join(folder, os.path.basename(path)), size)
-            for (_, _, path, _), size in zip(work, sizes, strict=True)
-        ],
+        (os.path.join(folder, name), piece.size)
+        for entry in planned.values()
+        for name, piece in zip(entry.pieces, piece_listing(entry.size, ()).files, strict=True)
     )
-    meter, done = Meter(), 0
-    for kind, target, path, model in work:
+    with contextlib.suppress(FileNotFoundError):
+        os.replace(manifest, old)  # until this has come to its end, there is no whole stick
+    packed = pack_files(folder, planned, cache)
+    entries = [*kept, *(replace(packed[path], path=target, model=model) for _, target, path, model in work)]
+    platforms = ", ".join(sorted({entry.platform for entry in entries if entry.kind == "program"}))
+    data = json.dumps(to_json(Manifest(format=STICK_FORMAT, files=tuple(entries))))
+    for path, content in ((os.path.join(folder, "README.txt"), text(platforms=platforms)), (manifest, data)):
+        with open(f"{path}.new", "w", encoding="utf-8") as written:
+            written.write(content)
+            written.flush()
+            os.fsync(written.fileno())
+        os.replace(f"{path}.new", path)
+    with contextlib.suppress(FileNotFoundError):
+        os.unlink(old)
+    return entries
 
-        def tell(count: int, path: str = path) -> None:
-            nonlocal done
-            done += count
-            meter.show(done / max(1, sum(sizes)), f"{format_size(done)} of {format_size(sum(sizes))}: {path}")
 
-        platform = platform_name if kind in ("program", "engine") else ""
-        try:
-            yield pack_file(folder, names, kind, target, path, cache, tell, platform, model)
-        except OSError as error:
-            hint = "put the stick back and type it again: it goes on from here"
-            raise FileError(f"cannot be written: {error.strerror}", where=folder, hint=hint) from None
+def plan_stick(work: Sequence[tuple[str, str, str, str]], kept: Sequence[StickFile]) -> dict[str, StickFile]:
+    """Each file here with its names on the stick, once, also where several models share it; without its hashes yet."""
+    names, planned = {piece.lower() for entry in kept for piece in entry.pieces}, dict[str, StickFile]()
+    for kind, target, path, _ in work:
+        if path not in planned:
+            platform, size = probe_platform() if kind in ("program", "engine") else "", os.path.getsize(path)
+            pieces = piece_names(stick_name(kind, target, platform, names), size)
+            planned[path] = StickFile(kind=kind, path=target, size=size, hashes=(), pieces=pieces, platform=platform)
+    return planned
+
+
+def pack_files(folder: str, planned: Mapping[str, StickFile], cache: HashCache) -> dict[str, StickFile]:
+    """Put these files on a stick, one after the other. Raises FileError, OSError."""
+    meter, packed = Meter(sum(entry.size for entry in planned.values())), dict[str, StickFile]()
+    for path, entry in planned.items():
+        packed[path] = pack_file(folder, path, entry, cache, functools.partial(meter.add, path))
     meter.end("all of it is written")
+    return packed
 
 
 def cmd_unpack(node: str | None, stick: str, to: str, over: bool) -> int:
@@ -10148,37 +10163,35 @@ def cmd_unpack(node: str | None, stick: str, to: str, over: bool) -> int:
 def unpack_stick(stick: str, to: str, node: str | None, over: bool) -> None:
     """Install into the folder `to`: TOML and secret first, then what they say that this box needs. Raises
     ShardboxError."""
-    manifest, meter = read_manifest(stick), Meter()
-    os.makedirs(to, exist_ok=True)
-    if os.path.commonpath([os.path.realpath(to), os.path.realpath(stick)]) == os.path.realpath(stick):
-        raise UsageError(
-            "is on the stick itself", where=to, hint="--to FOLDER, or go to the folder where it is to live"
-        )
-    for entry in manifest.files:
-        if entry.kind in ("toml", "secret"):
-            unpack_file(stick, entry, safe_place(entry.path, folder=to), over, lambda _: None)
-    config = load_config(os.path.join(to, CONFIG_NAME))
-    name = node_name(config, node)
-    needed = [entry for entry in manifest.files if is_needed(entry, config, name)]
-    dirs, done, size = config.node(name).model_dirs, 0, sum(entry.size for entry in needed)
-    places = [safe_place(entry.path, folder=to, dirs=dirs) for entry in needed]
-    check_total_room(to, [(path, entry.size) for path, entry in zip(places, needed, strict=True)])
+    manifest = read_manifest(stick)
+    with disk_errors(to, "what is there is kept"):
+        os.makedirs(to, exist_ok=True)
+        if os.path.commonpath([os.path.realpath(to), os.path.realpath(stick)]) == os.path.realpath(stick):
+            hint = "--to FOLDER, or go to the folder where it is to live"
+            raise UsageError("is on the stick itself", where=to, hint=hint)
+        for entry in manifest.files:
+            if entry.kind in ("toml", "secret"):
+                unpack_file(stick, entry, safe_place(entry.path, folder=to), over, lambda _: None)
+        config = load_config(os.path.join(to, CONFIG_NAME))
+        name = node_name(config, node)
+        needed = [entry for entry in manifest.files if is_needed(entry, config, name)]
+        dirs = config.node(name).model_dirs
+        places = [safe_place(entry.path, folder=to, dirs=dirs) for entry in needed]
+        check_total_room((path, entry.size) for path, entry in zip(places, needed, strict=True))
+        install(stick, needed, places, over, state_folder(config.cluster.name, name))
+        size = format_size(sum(entry.size for entry in needed))
+        Meter().end(f"{to}: {len(needed)} files, {size}, every byte checked")
+
+
+def install(stick: str, needed: Sequence[StickFile], places: Sequence[str], over: bool, state: str) -> None:
+    """Bring files from a stick to their places; models are noted in the ledger. Raises FileError, OSError."""
+    meter = Meter(sum(entry.size for entry in needed))
     for entry, path in zip(needed, places, strict=True):
-
-        def tell(count: int, path: str = path) -> None:
-            nonlocal done
-            done += count
-            meter.show(done / max(1, size), f"{format_size(done)} of {format_size(size)}: {path}")
-
-        try:
-            put = unpack_file(stick, entry, path, over, tell)
-        except OSError as error:
-            raise FileError(f"cannot be written: {error.strerror}", where=path, hint="what is there is kept") from None
+        with disk_errors(path, "what is there is kept"):
+            put = unpack_file(stick, entry, path, over, functools.partial(meter.add, path))
         if entry.kind == "model":
-            state = state_folder(config.cluster.name, name)
             os.makedirs(state, mode=0o700, exist_ok=True)
             note_in_ledger(state, put)
-    meter.end(f"{to}: {len(needed)} files, {format_size(size)}, every byte checked")
 
 
 def is_needed(entry: StickFile, config: Config, name: str) -> bool:
@@ -10195,7 +10208,7 @@ def cmd_check(config: Config, name: str, as_json: bool) -> int:
     secret = read_secret(config)
     try:
         reply = ask_node(config, name, "GET", "/check")
-        found = check_box(config, from_json(NodeFacts, reply["facts"][0], "facts"))
+        found = check_box(config, *(from_json(NodeFacts, item, "facts") for item in reply["facts"]))
     except NodeDown:
         facts = survey_once(config, name)
         found = [*check_box(config, facts), *check_own_ports(config, facts)]
@@ -10219,20 +10232,37 @@ def finding(subject: str, problem: str, good: str = "", *, hint: str = "", level
     return {"level": level if problem else "ok", "what": subject + (problem or good), "hint": hint}
 
 
-def check_box(config: Config, facts: NodeFacts) -> list[dict[str, str]]:
-    """This box alone: binaries, models, memory, isolation, addresses."""
+def finding_of(subject: str, part: BinaryFacts | ModelFacts, good: str, givers: list[str] | None) -> dict[str, str]:
+    """An engine or a model here. One that is not is no fault where `up` fetches it: from these, or, where there are
+    none, from a box that is not up yet; None: it does not."""
+    if part.path or givers is None:
+        return finding(subject, part.problem, good, hint=part.hint)
+    if givers:
+        return finding(subject, "", f"not here; {' or '.join(givers)} gives it when it is needed")
+    return finding(
+        subject, part.problem, hint=f"`up` fetches it from a box that has it; else {part.hint}", level="warn"
+    )
+
+
+def check_box(config: Config, facts: NodeFacts, *others: NodeFacts) -> list[dict[str, str]]:
+    """This box: binaries, models (which others may give it), memory, isolation, addresses."""
     rehearsal = config.engine.kind == "rehearsal"
     found = [finding(f"{config.file} is well-formed (hash {config.hash})", "")]
     for binary in facts.binaries:
         path = binary.path or ROLE_BINARIES[binary.role]
-        found.append(finding(f"{binary.role} binary {path}: ", binary.problem, binary.version, hint=binary.hint))
+        alike = [node for node in others if node.platform == facts.platform and node.binary(binary.role).version]
+        givers = [node.name for node in alike] if config.engine.share else None
+        found.append(finding_of(f"{binary.role} binary {path}: ", binary, binary.version, givers))
     if rehearsal:
         found.append(finding('engine kind is "rehearsal": ', "no model will be loaded", level="warn"))
     for copy in facts.models:
         model = config.model(copy.name)
-        level = "warn" if rehearsal and model is not None and model.rehearse is not None else "fail"
         good = f"{copy.path}, {format_size(copy.size_bytes)}"
-        found.append(finding(f"model {copy.name}: ", copy.problem, good, hint=copy.hint, level=level))
+        given = {node.name: node.model(copy.name) for node in others if not node.model(copy.name).problem}
+        fits = config.cluster.copy_models and all(theirs.size_bytes <= copy.room_bytes for theirs in given.values())
+        found.append(finding_of(f"model {copy.name}: ", copy, good, [*given] if fits else None))
+        if rehearsal and model is not None and model.rehearse is not None and copy.problem:
+            found[-1]["level"] = "warn"
     memory, note = facts.memory, f" ({facts.gpu_note})" if facts.gpu_note else ""
     good = f"{format_size(memory.available_bytes)} of {format_size(memory.total_bytes)} available ({memory.source})"
     found.append(finding(f"memory: {good}; {len(facts.gpus)} GPUs{note}", ""))
@@ -10327,6 +10357,11 @@ def cmd_secret() -> int:
     """Print a new random cluster secret."""
     print(secrets.token_urlsafe(32))
     return 0
+
+
+# ======================================================================================================
+# 24. Program: what it was built from, its demo, click's options; only main() ends it
+# ======================================================================================================
 
 
 def bundle_problems(path: str, folder: str) -> list[str]:
@@ -10533,7 +10568,7 @@ def show_demo(config: Config, once: bool) -> int:
     return status_line(snapshot)[0]
 
 
-# --- the program -----------------------------------------------------------------------------------------
+# --- the command line ------------------------------------------------------------------------------------
 
 
 def build_cli() -> Any:
@@ -10640,8 +10675,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         format="%(asctime)s %(levelname)s %(message)s",
         datefmt="%H:%M:%S",
     )
-    code = run_command(args)
+    code = 1
     try:
+        code = run_command(args)
         print(end="", flush=True)
     except BrokenPipeError:  # its reader has left: nobody to complain to, also not at exit
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hosts import Host, Lan, eventually, hosts, why_no_hosts
+from hosts import Host, Lan, eventually, hosts, shardbox_command, why_no_hosts
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from models import write_model
@@ -26,6 +26,7 @@ from models import write_model
 from shardbox import (
     CHUNK_BYTES,
     MIB,
+    READ_BYTES_PER_S,
     SILENT_S,
     Copy,
     FileError,
@@ -58,10 +59,8 @@ def noise(path: Path, size: int = SIZE, seed: int = 1) -> Path:
 
 def listing_of(*paths: Path) -> Listing:
     """As the holder of these files lists them."""
-    with contextlib.ExitStack():
-        cache = HashCache(str(paths[0].parent))
-        read = functools.partial(cache.file_hashes, progress=lambda _: None, stop=lambda: False)
-        return Listing(files=tuple(ListedFile(name=p.name, size=p.stat().st_size, hashes=read(str(p))) for p in paths))
+    read = HashCache(str(paths[0].parent)).file_hashes
+    return Listing(files=tuple(ListedFile(name=p.name, size=p.stat().st_size, hashes=read(str(p))) for p in paths))
 
 
 class Hooked(Pace):
@@ -543,8 +542,11 @@ def test_box_without_the_model_fetches_it_before_the_ring_forms(hosts: MakeLan) 
         alpha, beta = lan.up("alpha", "beta")
         whole = write_model(file_of(alpha), SIZE).read_bytes()
 
-        seen = alpha.wait_status(lambda snapshot: snapshot.copies or serves(snapshot), "beta is copying")
-        assert serves(seen) or (seen.copies[0].node, seen.copies[0].model) == ("beta", "tiny")
+        def on_way(snapshot: Snapshot) -> set[tuple[str, str]]:
+            return {(view.node, view.model) for view in snapshot.copies if view.state == "copying"}
+
+        seen = alpha.wait_status(lambda snapshot: on_way(snapshot) or serves(snapshot), "beta is copying")
+        assert serves(seen) or on_way(seen) == {("beta", "tiny")}
         alpha.wait_status(serves, "the ring serves", 90)
 
         assert file_of(beta).read_bytes() == whole
@@ -568,9 +570,9 @@ def pair(hosts: MakeLan) -> Iterator[Lan]:
         yield lan
 
 
-def states(host: Host) -> dict[str, str]:
+def states(host: Host, model: str = "tiny") -> dict[str, str]:
     """What `models` says of each node's copy."""
-    lines = host.run("models").stdout.splitlines()[1:]
+    lines = [line for line in host.run("models").stdout.splitlines() if line.startswith(model)]
     return {line.split()[1]: line.split("  ")[2].strip() for line in (re.sub(r" {2,}", "  ", line) for line in lines)}
 
 
@@ -617,6 +619,59 @@ def test_verify_names_the_box_whose_copy_has_rotted_and_only_replace_mends_it(pa
 
 
 @pytest.mark.namespaces
+def test_reading_is_told_by_status_and_models_and_goes_slowly_while_a_ring_answers(hosts: MakeLan) -> None:
+    more = '[[models]]\nname = "large"\npath = "models/large.gguf"\nautostart = false'
+    with hosts(toml(("alpha", "beta"), more), ("alpha", "beta")) as lan:
+        at_home(lan)
+        for host in lan.hosts.values():
+            write_model(file_of(host), MIB)
+        alpha, beta = lan.up("alpha", "beta")
+        alpha.wait_status(serves, "the ring serves", 90)
+        size = write_model(beta.folder / "models/large.gguf", 6 * CHUNK_BYTES).stat().st_size
+        ended = threading.Event()
+
+        def ask_on() -> None:
+            body = {"model": "tiny", "messages": [{"role": "user", "content": "hello"}], "max_tokens": 200}
+            while not ended.is_set():
+                alpha.http("POST", "/v1/chat/completions", body)
+
+        asking = threading.Thread(target=ask_on)
+        asking.start()
+        try:
+            eventually(lambda: states(alpha, "large")["beta"].startswith("reading, "), "`models` tells of it")
+            seen = alpha.wait_status(lambda found: any(view.bytes_per_s for view in found.copies), "status does")
+            text = alpha.run("status").stdout
+        finally:
+            ended.set()
+            asking.join()
+        (view,) = seen.copies
+        assert (view.state, view.model, view.node, view.size_bytes) == ("reading", "large", "beta", size)
+        assert view.bytes_per_s < 1.5 * READ_BYTES_PER_S
+        assert re.search(r"large: beta has read \d+ % of 96.* MiB, .*/s, .* left", text), text
+        assert beta.run("verify", "large").returncode == 1  # alpha has none
+        assert states(alpha, "large") == {"alpha": "missing", "beta": "whole"}
+
+
+@pytest.mark.namespaces
+def test_verify_shows_a_bar_on_a_terminal_and_only_the_findings_in_a_pipe(pair: Lan) -> None:
+    alpha = pair.hosts["alpha"]
+    near, far = os.openpty()
+    with open(near, "rb", buffering=0) as screen:
+        process = subprocess.Popen(
+            alpha.command(*shardbox_command(), "verify", "tiny"), env=alpha.environment(), stdout=far, stderr=far
+        )
+        os.close(far)
+        shown = bytearray()
+        with contextlib.suppress(OSError):  # EIO: nobody holds the other end any more
+            while data := screen.read(4096):
+                shown += data
+        assert process.wait(30) == 0
+    assert "tiny: read on 2 boxes" in shown.decode() and "alpha: right" in shown.decode()
+    lines = alpha.run("verify", "tiny").stdout.splitlines()
+    assert [line.split(",")[0] for line in lines] == ["alpha: right", "beta: right"]
+
+
+@pytest.mark.namespaces
 def test_pull_from_a_box_that_has_none_says_so(pair: Lan) -> None:
     done = pair.hosts["alpha"].run("pull", "tiny", "--from", "nobody")
     assert done.returncode == 1 and "no other box has a whole copy (nobody)" in done.stderr
@@ -633,3 +688,91 @@ def test_prune_removes_only_what_was_copied_here_and_after_a_yes(pair: Lan) -> N
     assert str(file_of(beta)) in beta.run("models", "--prune").stdout and file_of(beta).exists()
     assert f"removed {file_of(beta)}" in beta.run("models", "--prune", "--yes").stdout
     assert not file_of(beta).exists() and file_of(alpha).exists()
+
+
+# --- nine boxes, the tests run in order ---
+
+NINE = tuple(f"box{n}" for n in range(9))
+
+
+def knows_whole(box: Host, *whole: str) -> bool:
+    """Whether a box knows that these, and no others, have the model whole."""
+    return {name for name, state in states(box).items() if state == "whole"} == {*whole}
+
+
+@pytest.fixture(scope="module")
+def nine(hosts: MakeLan) -> Iterator[list[Host]]:
+    """Nine boxes of which the first has the model; copies take their time."""
+    head = '[cluster]\nname = "copies"\nsecret_file = "cluster.secret"\ncopy_limit = "24MiB"\n'
+    text = f'{head}[engine]\nkind = "rehearsal"\n[[models]]\nname = "tiny"\npath = "{NAME}"\nautostart = false\n'
+    with hosts(text, NINE) as lan:
+        at_home(lan)
+        write_model(file_of(lan.hosts["box0"]), FIVE)
+        boxes = lan.up(*NINE)
+        for box in boxes:
+            eventually(functools.partial(knows_whole, box, "box0"), f"{box.name} knows of box0's copy")
+        yield boxes
+
+
+def begins(box: Host) -> subprocess.Popen[str]:
+    """A `pull` of which a chunk has landed."""
+    pulling = box.popen("pull", "tiny")
+    box.wait_status(lambda found: any(view.node == box.name and view.done_bytes for view in found.copies), "a chunk")
+    return pulling
+
+
+@pytest.mark.namespaces
+def test_eight_boxes_get_the_file_also_the_one_that_is_killed_under_way(nine: list[Host]) -> None:
+    source, victim, others = nine[0], nine[1], nine[2:]
+    pulling = [box.popen("pull", "tiny") for box in others]
+    cut = begins(victim)
+    assert victim.up_process
+    victim.up_process.kill()
+    assert cut.wait(20) == 1 and not file_of(victim).exists()
+    victim.up()
+    eventually(lambda: states(victim).get("box0") == "whole", "the victim is up again")
+    assert victim.run("pull", "tiny").returncode == 0
+    assert [process.wait(60) for process in pulling] == [0] * 7
+    whole = file_of(source).read_bytes()
+    assert all(file_of(box).read_bytes() == whole for box in nine)
+    assert not [path for box in nine for path in box.folder.rglob("*.part")]
+
+
+@pytest.mark.namespaces
+def test_source_that_is_killed_under_way_is_replaced_by_another(nine: list[Host]) -> None:
+    source, taker, others = nine[0], nine[8], nine[2:8]
+    for box in (taker, *others):  # box1 alone has it too
+        file_of(box).unlink()
+    eventually(lambda: knows_whole(taker, "box0", "box1"), "two have it")
+    pulling = begins(taker)
+    assert source.up_process
+    source.up_process.kill()
+    assert pulling.wait(60) == 0, taker.output(pulling)
+    assert file_of(taker).read_bytes() == file_of(source).read_bytes()
+
+
+@pytest.mark.large
+@pytest.mark.namespaces
+@pytest.mark.timeout(600)
+def test_copy_of_several_gib_that_is_killed_under_way_goes_on_from_there(hosts: MakeLan) -> None:
+    with hosts(toml(("alpha", "beta"), "autostart = false"), ("alpha", "beta")) as lan:
+        at_home(lan)
+        alpha, beta = lan.hosts["alpha"], lan.hosts["beta"]
+        with write_model(file_of(alpha), 2 * CHUNK_BYTES).open("r+b") as file:  # the rest is a hole, but for its end
+            file.seek((4 << 30) + 5)
+            file.write(b"end")
+        size = file_of(alpha).stat().st_size
+        lan.up("alpha", "beta")
+        eventually(lambda: states(beta).get("alpha") == "whole", "alpha has read its copy", 300)
+        pulling = beta.popen("pull", "tiny")
+        beta.wait_status(lambda found: any(view.done_bytes > size // 3 for view in found.copies), "a third", 300)
+        assert beta.up_process
+        beta.up_process.kill()
+        assert pulling.wait(20) == 1 and not file_of(beta).exists()
+        beta.up()
+        eventually(lambda: states(beta).get("alpha") == "whole", "beta is up again")
+        pulling = beta.popen("pull", "tiny")
+        begun = beta.wait_status(lambda found: any(view.bytes_per_s for view in found.copies), "it goes on", 300)
+        assert begun.copies[0].done_bytes > size // 3 - CHUNK_BYTES
+        assert pulling.wait(300) == 0
+        assert subprocess.run(["cmp", file_of(alpha), file_of(beta)], check=False).returncode == 0
