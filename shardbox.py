@@ -4024,7 +4024,7 @@ def _tune(sock: socket.socket) -> None:
                 sock.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
 
 
-def _let_the_waker_go_on() -> None:
+def let_the_waker_go_on() -> None:
     """Put this thread into SCHED_BATCH (sched(7)): woken, it takes an idle core or waits for this one to be free.
 
     A thread that passes bytes on would else be put aside by the one it wakes, in the middle of its call, and finish
@@ -4123,7 +4123,7 @@ class SealedLink:
     def _run(self, carry: Callable[[], None], leave: Callable[[], None]) -> None:
         from cryptography.exceptions import InvalidTag
 
-        _let_the_waker_go_on()
+        let_the_waker_go_on()
         try:
             self._check()
             carry()
@@ -4293,7 +4293,6 @@ class SealedStream(SealedLink):
             (self._sealer, _, self._sealed), (self._opener, _, self._came) = self._tools(0), self._tools(1)
 
     def __enter__(self) -> SealedStream:
-        _let_the_waker_go_on()
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -5023,6 +5022,7 @@ class Giver:
 
     def serve(self, stream: SealedStream) -> None:
         """Answer one taker until it leaves; in a thread. Files that changed meanwhile end it."""
+        let_the_waker_go_on()
         with contextlib.suppress(OSError, struct.error), contextlib.ExitStack() as stack:
             stack.enter_context(stream)
             files = [stack.enter_context(file) for file in self._open()]
@@ -5223,6 +5223,7 @@ class Copy:
 
     def _take_from(self, name: str, landing: Landing) -> None:
         """One stream from one giver, in a thread."""
+        let_the_waker_go_on()
         size, number = -(-len(landing.chunks) // 8), bytearray(_CHUNK_NUMBER.size)
         try:
             with self._connect(name) as stream:
