@@ -7719,6 +7719,13 @@ KNOCK_S = 5.0  # between two tries to reach engines that are not closed in, and 
 MAX_DOORS = 96  # ports that are tried: of a whole ring
 
 
+async def every(pause_s: float, action: Callable[[], Awaitable[None]]) -> None:
+    """Do it again and again, with a pause between."""
+    while True:
+        await action()
+        await asyncio.sleep(pause_s)
+
+
 async def is_open(address: str, port: int) -> bool:
     """Whether somebody on another box takes connections there."""
     with contextlib.suppress(OSError), socket.socket() as sock:
@@ -7752,6 +7759,7 @@ class Node:
         self.callers: dict[int, str] = {}  # descriptor of a mesh connection's local end -> who is there
         self.asking = 0  # requests of clients that entered here and are being answered or held
         self.links: dict[str, LinkFacts] = {}  # to other nodes, as measured from here
+        self._tried: dict[str, float] = {}  # when each was last to be measured
         self._surveying, self._moved = asyncio.Lock(), (0.0, 0)
         self.surveyor.pace = Pace(None, self._is_answering, READ_BYTES_PER_S).spend
         self._loop = asyncio.get_running_loop()
@@ -7924,9 +7932,9 @@ class Node:
         async with contextlib.AsyncExitStack() as services:
             await open_services(self, services)
             self.peers.refresh()
-            loops = [self._tick_loop, self._survey_loop, self._knock_loop, self._link_loop]
-            loops += [self._announce_loop] if cluster.discovery == "mdns" else []
-            tasks = [keep_task(self.box.tasks, loop()) for loop in loops]
+            loops = [(self._tick, 0.5), (self._survey, 2.0), (self.knock, KNOCK_S), (self._measure_links, 0.5)]
+            loops += [(self._announce, 5.0)] if cluster.discovery == "mdns" else []
+            tasks = [keep_task(self.box.tasks, every(pause_s, action)) for action, pause_s in loops]
             for task in tasks:
                 task.add_done_callback(self._on_loop_end)
             try:
@@ -7967,44 +7975,36 @@ class Node:
         self.surveyor.close()
         self.box.pool.shutdown(wait=False, cancel_futures=True)
 
-    async def _tick_loop(self) -> None:
-        while True:
-            self.peers.refresh()
-            self.library.tend_engines(self.peers.all_facts()[1:])
-            self.proposer.tick()
-            keep_task(self.box.tasks, self.host.reap())
-            await asyncio.sleep(0.5)
-
-    async def _survey_loop(self) -> None:
-        while True:
-            await self._survey()
-            await asyncio.sleep(2.0)
+    async def _tick(self) -> None:
+        self.peers.refresh()
+        self.library.tend_engines(self.peers.all_facts()[1:])
+        self.proposer.tick()
+        keep_task(self.box.tasks, self.host.reap())
 
     async def _survey(self) -> None:
         async with self._surveying:
             facts = await self.box.in_thread(self.surveyor.survey, own_bytes=self.host.anon_bytes())
             self.box.facts = replace(facts, links=dict(self.links))
 
-    async def _link_loop(self) -> None:
+    async def _measure_links(self) -> None:
         """Measure the way to every other node, rarely, one at a time, and never while an engine runs. Of two nodes the
         one whose name comes first does it."""
-        tried: dict[str, float] = {}
-        while True:
-            now = time.monotonic()
-            due = [peer.name for peer in self.peers.live() if now - tried.get(peer.name, -math.inf) > LINK_AGE_S]
-            for name in [name for name in due if name > self.box.name and not self.host.runs]:
-                tried[name] = now
-                try:
-                    link = await self.box.in_thread(self._measure_link, name)
-                except (ShardboxError, OSError) as error:
-                    log.info("the way to %s cannot be measured: %s", name, error)
-                    continue
-                known = self.links.get(name)
-                if not known or not 0.7 < link.rtt_ns / known.rtt_ns < 1.4:  # facts change only when something did
-                    self.links[name] = link
-                    self.box.facts = replace(self.box.facts, links=dict(self.links))
-                    self._tell_news()
-            await asyncio.sleep(0.5)
+        now = time.monotonic()
+        names = [peer.name for peer in self.peers.live() if peer.name > self.box.name]
+        for name in [name for name in names if now - self._tried.get(name, -math.inf) > LINK_AGE_S]:
+            if self.host.runs:
+                return
+            self._tried[name] = now
+            try:
+                link = await self.box.in_thread(self._measure_link, name)
+            except (ShardboxError, OSError) as error:
+                log.info("the way to %s cannot be measured: %s", name, error)
+                continue
+            known = self.links.get(name)
+            if not known or not 0.7 < link.rtt_ns / known.rtt_ns < 1.4:  # facts change only when something did
+                self.links[name] = link
+                self.box.facts = replace(self.box.facts, links=dict(self.links))
+                self._tell_news()
 
     def _measure_link(self, name: str) -> LinkFacts:
         target = self.peers.target(name)
@@ -8024,19 +8024,12 @@ class Node:
             self._moved = now, moved
         return now - self._moved[0] < 1.0
 
-    async def _knock_loop(self) -> None:
-        while True:
-            await self.knock()
-            await asyncio.sleep(KNOCK_S)
-
-    async def _announce_loop(self) -> None:
+    async def _announce(self) -> None:
         """Keep the adverts true: again when addresses change, or after multicast failed."""
-        while True:
-            await self.discovery.announce(tuple(address.address for address in self.facts.addresses))
-            self.warnings.pop("mdns", None)
-            if self.discovery.problem:
-                self.warnings["mdns"] = f"{self.discovery.problem}; only nodes with an `address` are found"
-            await asyncio.sleep(5.0)
+        await self.discovery.announce(tuple(address.address for address in self.facts.addresses))
+        self.warnings.pop("mdns", None)
+        if self.discovery.problem:
+            self.warnings["mdns"] = f"{self.discovery.problem}; only nodes with an `address` are found"
 
 
 # --- what a node tells of itself and the others --------------------------------------------------------
@@ -9068,12 +9061,11 @@ def judge_model(view: ModelView) -> tuple[int, str]:
     """The code for one model and the words for it."""
     ranks = f"{view.alive}/{view.world} ranks, leader {view.leader}" if view.world else ""
     if view.phase == Phase.SERVING and view.alive == view.world:
-        speed = f", {view.tokens_per_s:.1f} tok/s" if view.tokens_per_s else ""
-        return (WARNING if view.restarts else OK), f"{view.model} {ranks}{speed}" + (
-            f", {view.restarts} restart{'s' * (view.restarts > 1)} in the last 15 min ({view.last_trouble})"
-            if view.restarts
-            else ""
-        )
+        words = f"{view.model} {ranks}" + (f", {view.tokens_per_s:.1f} tok/s" if view.tokens_per_s else "")
+        if not view.restarts:
+            return OK, words
+        times = f"{view.restarts} restart{'s' * (view.restarts > 1)}"
+        return WARNING, f"{words}, {times} in the last 15 min ({view.last_trouble})"
     if view.phase == Phase.STOPPED:
         return OK, f"{view.model} {view.reason or 'stopped'}"
     reason = why(view) or "no reason known"
@@ -9224,13 +9216,9 @@ def plan_text(plan: ModelPlan | PlanError, name: str) -> str:
     """What `plan` prints for one model: the table with reasons, or why there is none."""
     if isinstance(plan, PlanError):
         return f"model {name}: no plan\n  {plan.what}" + (f"\n  hint: {plan.hint}" if plan.hint else "")
-    head = f"model {name}: {plan.layers} layers, context {plan.context}, " + (
-        f"a ring of {plan.world}" if plan.world > 1 else "one node"
-    )
+    kind = f"a ring of {plan.world}" if plan.world > 1 else "one node"
     window = plan.shape.sliding_window
-    notes = (
-        [f"the header's sliding window of {window} tokens saves nothing: the engine keeps them all"] if window else []
-    )
+    note = f"the header's sliding window of {window} tokens saves nothing: the engine keeps them all" if window else ""
     body = table(
         ("  RANK", "NODE", "LAYERS", "ON GPU", "WEIGHTS", "KV CACHE", "BUFFERS", "FREE AFTER", "A TOKEN", "WHY"),
         [
@@ -9249,7 +9237,8 @@ def plan_text(plan: ModelPlan | PlanError, name: str) -> str:
             for rank in plan.ranks
         ],
     )
-    lines = [head, *(f"  {text}" for text in (plan.reason, speed_text(plan), *notes) if text), body]
+    head = f"model {name}: {plan.layers} layers, context {plan.context}, {kind}"
+    lines = [head, *(f"  {text}" for text in (plan.reason, speed_text(plan), note) if text), body]
     unused = [f"  not {node}: {why}" for node, why in sorted(plan.left_out.items())]
     more = [f"  and {len(unused) - MAX_LISTED} more nodes (--json has all)"] if len(unused) > MAX_LISTED else []
     return "\n".join([*lines, *unused[:MAX_LISTED], *more])
@@ -9277,18 +9266,10 @@ def losses_text(
                 rows.append((f"  {node}", name, "not served", "-", "-", other.what))
             elif plan.rank_of(node) or other.ranks != plan.ranks:
                 slower = f"{other.token_s / plan.token_s:.2g}x" if other.token_s and plan.token_s else "not known"
-                by = ", ".join(f"{rank.node} {rank.layers}" for rank in other.ranks)
+                by = ", ".join(f"{rank.node} {rank.layers}" for rank in other.ranks) + " layers"
+                by += " from disk" if other.paged_bytes else ""
                 token = f"{other.token_s * 1000:.3g} ms" if other.token_s else "-"
-                rows.append(
-                    (
-                        f"  {node}",
-                        name,
-                        "served",
-                        token,
-                        slower,
-                        f"{by} layers" + " from disk" * (other.paged_bytes > 0),
-                    )
-                )
+                rows.append((f"  {node}", name, "served", token, slower, by))
     title = "what if a node is lost (one that is not named here changes nothing):"
     return f"{title}\n" + table(("  WITHOUT", "MODEL", "IS", "A TOKEN", "TIME", "BY, OR WHY NOT"), rows)
 
@@ -9689,23 +9670,19 @@ def cmd_status(config_path: str | None, node: str | None, timeout_s: float, as_j
 
 
 def cmd_plan(
-    config_path: str | None,
-    node: str | None,
-    as_json: bool,
-    facts_file: str | None,
-    without: Sequence[str],
+    config_path: str | None, node: str | None, as_json: bool, facts_file: str | None, without: Sequence[str],
     what_if: bool,
-) -> int:
+) -> int:  # fmt: skip
     """Which node would hold which layers, and why; what it would cost, and what the loss of a node would do."""
     config = load_config(config_path)
     facts = read_facts(facts_file) if facts_file else live_facts(config, node_name(config, node))
-    there = {each.name for each in facts}
-    for name in map(str.lower, without):
+    there, away = {each.name for each in facts}, [name.lower() for name in without]
+    for name in away:
         if name not in there:
             near = difflib.get_close_matches(name, there, 1)
             hint = f'"{near[0]}"?' if near else f"there are {', '.join(sorted(there)[:MAX_LISTED])}"
             raise UsageError(f"no node {name} is known", where="--without", hint=hint)
-    facts = [each for each in facts if each.name not in map(str.lower, without)]
+    facts = [each for each in facts if each.name not in away]
     plans = plan_all(config, facts)
     lost = losses(config, facts, plans) if what_if else {}
     if as_json:
@@ -9938,14 +9915,11 @@ def toml_for_stick(config: Config, with_secret: bool) -> bytes:
     pattern = rb"""(?<![\w.])secret(\s*=\s*)("(?:[^"\\\n]|\\.)*"|'[^'\n]*')"""
     data = re.sub(pattern, rb'secret_file\1"cluster.secret"', data)
     with contextlib.suppress(ConfigError):
-        if (
-            not parse_config(data, file=config.file, folder=config.folder).cluster.secret
-            and secret.encode() not in data
-        ):
+        rest = parse_config(data, file=config.file, folder=config.folder)
+        if not rest.cluster.secret and secret.encode() not in data:
             return data
-    raise UsageError(
-        "the secret cannot be taken out of it", where=config.file, hint="use secret_file, or --with-secret"
-    )
+    hint = "use secret_file, or --with-secret"
+    raise UsageError("the secret cannot be taken out of it", where=config.file, hint=hint)
 
 
 @with_config
@@ -10025,9 +9999,8 @@ def unpack_stick(stick: str, to: str, node: str | None, over: bool) -> None:
     manifest = read_manifest(stick)
     os.makedirs(to, exist_ok=True)
     if os.path.commonpath([os.path.realpath(to), os.path.realpath(stick)]) == os.path.realpath(stick):
-        raise UsageError(
-            "is on the stick itself", where=to, hint="--to FOLDER, or go to the folder where it is to live"
-        )
+        hint = "--to FOLDER, or go to the folder where it is to live"
+        raise UsageError("is on the stick itself", where=to, hint=hint)
     for entry in manifest.files:
         if entry.kind in ("toml", "secret"):
             unpack_file(stick, entry, safe_place(entry.path, folder=to), over, lambda _: None)
@@ -10272,11 +10245,8 @@ def cmd_version(full: bool, verify: bool) -> int:
         return 0
     problems = bundle_problems(own_file(), os.path.dirname(sys.executable))
     with open(own_file(), "rb") as file:
-        print(
-            "\n".join(
-                problems or [f"whole      {own_file()}, SHA-256 {hashlib.file_digest(file, 'sha256').hexdigest()}"]
-            )
-        )
+        whole = f"whole      {own_file()}, SHA-256 {hashlib.file_digest(file, 'sha256').hexdigest()}"
+    print("\n".join(problems or [whole]))
     return 1 if problems else 0
 
 
