@@ -6417,13 +6417,12 @@ class Peer:
     name: str
     hints: dict[tuple[str, int], Hint] = dataclasses.field(default_factory=dict)  # the one heard last is last
     said: PeerState = PeerState()  # its last answer, always with facts
-    target: Target | None = None
-    source: str = ""
+    at: Hint | None = None  # where it answered last
     rtt_ms: float = 0.0
     last_seen: float = 0.0
     wall_skew_s: float = 0.0
     problem: str = ""
-    twin: str = ""  # another machine that calls itself the same
+    twin: Hint | None = None  # where another machine calls itself the same
     news: asyncio.Event = dataclasses.field(default_factory=new_event)  # ask it now
     following: asyncio.Task[None] | None = None
 
@@ -6431,6 +6430,11 @@ class Peer:
     def facts(self) -> NodeFacts | None:
         """What it said of itself; None: it never answered."""
         return self.said.facts
+
+    @property
+    def target(self) -> Target | None:
+        """Where to reach it; None: it never answered."""
+        return (self.name, self.at.address, self.at.port) if self.at else None
 
 
 class Peers:
@@ -6450,6 +6454,8 @@ class Peers:
         forgotten with its last hint."""
         hints = list(self._hints())
         heard = {hint.node for hint in hints}
+        for one in self.known.values():
+            one.twin = one.twin if one.twin in hints else None
         for name in [name for name, peer in self.known.items() if name not in heard and peer.facts is None]:
             if following := self.known.pop(name).following:
                 following.cancel()
@@ -6598,14 +6604,14 @@ class Peers:
             what = f"speaks protocol {facts.protocol}, this box {PROTOCOL} (shardbox {facts.version})"
             raise MeshError(what, kind="protocol", where=peer.name)
         if known and facts.machine != known.machine and now - peer.last_seen <= LOST_S:
-            peer.twin = f"two machines call themselves {peer.name}: {hint.address} is ignored"
+            peer.twin = hint
             return
         if known and facts.machine == known.machine and facts.start < known.start:
             return  # an older start of the same node, late
         rtt_ms = (now - started) * 1000
         peer.rtt_ms = rtt_ms if not peer.rtt_ms else min(rtt_ms, 0.8 * peer.rtt_ms + 0.2 * rtt_ms)
         peer.said = replace(state, facts=facts)
-        peer.target, peer.source = (peer.name, hint.address, hint.port), hint.source
+        peer.at, peer.twin = hint, None if peer.twin == hint else peer.twin
         peer.last_seen, peer.problem = now, ""
         peer.wall_skew_s = state.wall - time.time() if state.wall else 0.0
         if peer.name == self._box.name and facts.machine != self._box.facts.machine:
@@ -8097,16 +8103,17 @@ def peer_views(node: Node) -> list[PeerView]:
 
 def peer_view(peer: Peer, *, live: bool, declared: bool) -> PeerView:
     """A node that was heard of. One that nobody declared may go: that is not a fault."""
-    hint = next(reversed(peer.hints.values()), None)
+    hint = peer.at or next(reversed(peer.hints.values()), None)
+    twin = f"two machines call themselves {peer.name}: {peer.twin.address} is ignored" if peer.twin else ""
     state = "live" if live else "unreachable" if peer.facts is None else "lost" if declared else "gone"
     return facts_view(
         peer.facts,
         name=peer.name,
         declared=declared,
         state=state,
-        address=peer.target[1] if peer.target else hint.address if hint else "",
-        source=peer.source or (hint.source if hint else ""),
-        detail=peer.twin or ("goes down" if live and peer.said.leaving else "" if live else peer.problem),
+        address=hint.address if hint else "",
+        source=hint.source if hint else "",
+        detail=twin or ("goes down" if live and peer.said.leaving else "" if live else peer.problem),
         rtt_ms=peer.rtt_ms if live else 0.0,
         silent_s=time.monotonic() - peer.last_seen if peer.last_seen else 0.0,
     )
