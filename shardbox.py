@@ -6344,7 +6344,8 @@ class Box:
     """This node as its parts see it: settings, today's facts, threads, and tasks that nobody waits for."""
 
     def __init__(self, config: Config, name: str, folder: str, facts: NodeFacts) -> None:
-        self.config, self.name, self.folder, self.facts = config, name, folder, facts
+        self.config, self.name, self.folder = config, name, folder
+        self.facts = facts  # at most some seconds old
         self.settings = config.node(name)
         self.rehearses = config.engine.kind == "rehearsal"
         self.started = time.monotonic()
@@ -7770,11 +7771,6 @@ class Node:
         self.surveyor.pace = Pace(None, self._is_answering, READ_BYTES_PER_S).spend
         self._loop = asyncio.get_running_loop()
 
-    @property
-    def facts(self) -> NodeFacts:
-        """This node's facts, at most some seconds old."""
-        return self.box.facts
-
     # --- peers ---------------------------------------------------------------------------------------
 
     def _open_service(self, peer: str, service: str) -> tuple[socket.socket, WireStats]:
@@ -7804,7 +7800,7 @@ class Node:
 
     def _hints(self) -> Iterator[Hint]:
         """Static addresses, and adverts that name our cluster and protocol."""
-        config, name, facts = self.box.config, self.box.name, self.facts
+        config, name, facts = self.box.config, self.box.name, self.box.facts
         for node in config.nodes:
             if node.address and node.name != name:
                 yield Hint(node=node.name, address=node.address, port=node.ports.mesh, source="static")
@@ -7886,19 +7882,6 @@ class Node:
         await gather_all(knock_at(*door) for door in doors)
         self.reached = reached
 
-    def exposures(self) -> list[str]:
-        """Which engines can be reached from outside, and from where."""
-        told = {peer.name: peer.said.reached for peer in self.peers.live()} | {self.box.name: self.reached}
-        ports: dict[str, set[int]] = {}
-        for reached in told.values():
-            for node in {*reached} & {self.box.name, *self.peers.known}:
-                ports.setdefault(node, set()).update(reached[node])
-        return [
-            f"engine ports {', '.join(map(str, sorted(some)))} of {node} can be reached from "
-            f"{', '.join(sorted(name for name in told if told[name].get(node)))}: anybody there can corrupt answers"
-            for node, some in sorted(ports.items())
-        ]
-
     def _on_trouble(self, run: RankRun, kind: str, text: str) -> None:
         """A rank here is broken, or lost to another: tell the ring's proposer, which may be this node."""
         log.warning("%s", text)
@@ -7929,7 +7912,7 @@ class Node:
     async def run(self, open_services: Callable[[Node, contextlib.AsyncExitStack], Awaitable[None]]) -> None:
         """Serve until `stop` is set; raises ShardboxError when this node cannot start or go on."""
         cluster, port = self.box.config.cluster, self.box.settings.ports.mesh
-        for address in [a.address for a in self.facts.addresses] if cluster.interfaces else ["0.0.0.0"]:
+        for address in [a.address for a in self.box.facts.addresses] if cluster.interfaces else ["0.0.0.0"]:
             try:
                 self.mesh.listen(address, port)
             except OSError as error:
@@ -8032,7 +8015,7 @@ class Node:
 
     async def _announce(self) -> None:
         """Keep the adverts true: again when addresses change, or after multicast failed."""
-        await self.discovery.announce(tuple(address.address for address in self.facts.addresses))
+        await self.discovery.announce(tuple(address.address for address in self.box.facts.addresses))
         self.warnings.pop("mdns", None)
         if self.discovery.problem:
             self.warnings["mdns"] = f"{self.discovery.problem}; only nodes with an `address` are found"
@@ -8150,6 +8133,19 @@ def wrong_copies(model: ModelConfig, facts: Sequence[NodeFacts]) -> list[str]:
     ]
 
 
+def exposures(node: Node) -> list[str]:
+    """Which engines can be reached from outside, and from where."""
+    told = {peer.name: peer.said.reached for peer in node.peers.live()} | {node.box.name: node.reached}
+    sentences = []
+    for name in sorted({node.box.name, *node.peers.known}):
+        tellers = sorted(teller for teller, reached in told.items() if reached.get(name))
+        ports = sorted({port for teller in tellers for port in told[teller][name]})
+        if ports:
+            where = f"engine ports {', '.join(map(str, ports))} of {name} can be reached from {', '.join(tellers)}"
+            sentences.append(f"{where}: anybody there can corrupt answers")
+    return sentences
+
+
 def snapshot(node: Node) -> Snapshot:
     """Everything that `status` shows."""
     box, peers, api = node.box, peer_views(node), api_url(node.box.config, node.box.settings)
@@ -8167,7 +8163,7 @@ def snapshot(node: Node) -> Snapshot:
         *([f"shardbox.toml differs on {', '.join(differing)}"] if differing else []),
         *(f"the engine's ports are open on {text}" for text in opened),
         *(f"{name} was changed in shardbox.toml: `stop` and `start` apply it" for name in changed),
-        *node.exposures(),
+        *exposures(node),
     ]
     return Snapshot(
         cluster=box.config.cluster.name,
@@ -8794,9 +8790,9 @@ class PeerService:
         except ValueError:
             raise MessageError("expected a number", where="/peer/state: uptime") from None
         node.peers.check_twin(self._caller(request), query.get("machine", ""), uptime_s)
-        known = digest(node.facts)
+        known = digest(node.box.facts)
         return PeerState(
-            facts=None if query.get("have") == known else node.facts,
+            facts=None if query.get("have") == known else node.box.facts,
             digest=known,
             uptime=time.monotonic() - node.box.started,
             wall=time.time(),
@@ -8978,7 +8974,7 @@ class OwnerService:
                 reaches.append(Reach(source=name, target="-", address="-", problem=error.what, hint=error.hint))
         skew_s = {peer.name: peer.wall_skew_s for peer in node.peers.live()}
         body = {"pairs": reaches, "facts": node.peers.all_facts(), "clock_skew_s": skew_s}
-        return {**body, "exposures": node.exposures(), "discovery": node.discovery.problem}
+        return {**body, "exposures": exposures(node), "discovery": node.discovery.problem}
 
 
 def find_configured(config: Config, name: str) -> ModelConfig:
@@ -9488,8 +9484,8 @@ async def _run_node(config: Config, name: str, folder: str, keys: MeshKeys, spaw
     log.info("node %s of cluster %s, endpoint %s", name, config.cluster.name, api)
     if config.api.open:
         log.warning("anybody who reaches %s can use it: set [api] keys_file", api)
-    if node.facts.isolation and config.node(name).engine.isolate == "auto" and sys.platform == "linux":
-        log.warning("engines cannot be closed in, their ports are open: %s", node.facts.isolation)
+    if node.box.facts.isolation and config.node(name).engine.isolate == "auto" and sys.platform == "linux":
+        log.warning("engines cannot be closed in, their ports are open: %s", node.box.facts.isolation)
     await node.run(start_services)
 
 
