@@ -8951,13 +8951,13 @@ class OwnerService:
     async def logs(self, request: web.Request) -> Any:
         """Engine logs of one node or of all."""
         peers, own = self._node.peers, self._node.box.name
-        (model, lines), only = log_query(request), request.query.get("node")
-        asked, result = urllib.parse.urlencode({"model": model, "lines": lines}), dict[str, str]()
-        for name in [only] if only else [own, *(peer.name for peer in peers.live())]:
-            if name == own:
-                result |= read_logs(self._node, model, lines)
-            else:
-                result |= await peers.call(name, "GET", f"/peer/logs?{asked}")
+        (model, lines), only = log_query(request), request.query.get("node", "")
+        path = f"/peer/logs?{urllib.parse.urlencode({'model': model, 'lines': lines})}"
+        if only not in ("", own):
+            return await peers.call(only, "GET", path)
+        result = read_logs(self._node, model, lines)
+        for name, said in ({} if only else await peers.call_all("GET", path)).items():
+            result |= {name: f"it does not tell them: {said.what}"} if isinstance(said, ShardboxError) else said
         return result
 
     async def check(self, request: web.Request) -> Any:
