@@ -6946,13 +6946,17 @@ class Library:
         if round_ and not box.config.cluster.copy_models:
             raise FileError("copy_models is off here", where=box.name, hint="`shardbox pull` fetches it by hand")
         paths = place_in(model.path, folder=box.config.folder, dirs=box.settings.model_dirs)
-        copy = Copy(
-            model=name, node=box.name, root=root, place=lambda _: paths, pace=self._pace, replace=replace,
-            givers=lambda: [node for node in self.givers(root) if only in ("", node)],
-            connect=functools.partial(self._connect, root), sha256=model.sha256,
+        self._rounds[name] = round_
+        return self._begin(name, root, only, place=lambda _: paths, replace=replace, sha256=model.sha256)
+
+    def _begin(self, model: str, root: str, only: str, **how: Any) -> Copy:
+        """A copy of this content, that runs; `only`: see fetch()."""
+        copy = self.copies[model] = Copy(
+            model=model, node=self._box.name, root=root, pace=self._pace,
+            connect=functools.partial(self._connect, root),
+            givers=lambda: [node for node in self.givers(root) if only in ("", node)], **how,
         )  # fmt: skip
-        self.copies[name], self._rounds[name] = copy, round_
-        keep_task(box.tasks, self._run(copy))
+        keep_task(self._box.tasks, self._run(copy))
         return copy
 
     def pull(self, model: ModelConfig, only: str, replace: bool) -> CopyView:
@@ -6997,12 +7001,7 @@ class Library:
             return [os.path.join(box.folder, "engines", name) for name in names]
 
         self._engines_at = time.monotonic()
-        copy = Copy(
-            model="", node=box.name, root=root, place=place, pace=self._pace, replace=True, mode=0o755,
-            givers=lambda: self.givers(root), connect=functools.partial(self._connect, root),
-        )  # fmt: skip
-        self.copies[""] = copy
-        keep_task(box.tasks, self._run(copy))
+        self._begin("", root, only="", place=place, replace=True, mode=0o755)
 
     async def _run(self, copy: Copy) -> None:
         log.info("copy of %s: begun", copy.label)
@@ -8412,19 +8411,26 @@ class Endpoint:
             node.asking -= 1
 
 
+def read_given(path: str, where: str = "", hint: str = "", limit: int = -1) -> bytes:
+    """The bytes of a file that a person named. Raises UsageError where it cannot be read."""
+    try:
+        with open(path, "rb") as file:
+            return file.read(limit)
+    except OSError as error:
+        raise UsageError(f"cannot be read: {error.strerror}", where=where or path, hint=hint) from None
+
+
 def read_api_keys(config: Config) -> list[bytes]:
     """SHA-256 digests of the keys in [api] keys_file, which may hold them as "sha256:HEX" already. Raises UsageError
     where it cannot be read or holds none."""
     if not config.api.keys_file:
         return []
     path = os.path.join(config.folder, config.api.keys_file)
-    try:
-        with open(path, "rb") as file:
-            keys = [line.strip() for line in file.read().splitlines() if line.strip() and not line.startswith(b"#")]
-    except OSError as error:
-        raise UsageError(f"cannot be read: {error.strerror}", where=f"api.keys_file: {path}") from None
+    where = f"api.keys_file: {path}"
+    lines = read_given(path, where).splitlines()
+    keys = [line.strip() for line in lines if line.strip() and not line.startswith(b"#")]
     if not keys:
-        raise UsageError("holds no key", where=f"api.keys_file: {path}", hint="one key a line")
+        raise UsageError("holds no key", where=where, hint="one key a line")
     hashed = re.compile(rb"sha256:([0-9a-fA-F]{64})")
     return [
         bytes.fromhex(m[1].decode()) if (m := hashed.fullmatch(key)) else hashlib.sha256(key).digest() for key in keys
@@ -9399,11 +9405,7 @@ def load_config(path: str | None) -> Config:
     if found is None:
         hint = "give it with --config FILE; config.example.toml shows what goes in"
         raise UsageError("no configuration found", where=", ".join(places), hint=hint)
-    try:
-        with open(found, "rb") as file:
-            data = file.read(MAX_CONFIG_BYTES + 1)
-    except OSError as error:
-        raise UsageError(f"cannot be read: {error.strerror}", where=found, hint="--config FILE names it") from None
+    data = read_given(found, hint="--config FILE names it", limit=MAX_CONFIG_BYTES + 1)
     return parse_config(data, file=found, folder=os.path.dirname(os.path.abspath(found)))
 
 
@@ -9438,15 +9440,13 @@ def read_secret_file(config: Config, key: str, name: str) -> str:
     """The secret in a file that [cluster] names under `key`. Raises UsageError that never shows it."""
     path = os.path.join(config.folder, name)
     where = f"cluster.{key}: {path}"
+    hint = f"make one with `shardbox secret > {name}`, and copy it to every box"
+    if key == "old_secret_file":
+        hint = "leave it out once every box has the new secret"
     try:
-        with open(path, encoding="utf-8") as file:
-            secret = file.read(4096).strip()
-    except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "not a text file"
-        hint = f"make one with `shardbox secret > {name}`, and copy it to every box"
-        if key == "old_secret_file":
-            hint = "leave it out once every box has the new secret"
-        raise UsageError(f"cannot be read: {reason}", where=where, hint=hint) from None
+        secret = read_given(path, where, hint, 4096).decode().strip()
+    except UnicodeDecodeError:
+        raise UsageError("cannot be read: not a text file", where=where, hint=hint) from None
     if len(secret) < SECRET_CHARACTERS:
         what, hint = f"has fewer than {SECRET_CHARACTERS} characters", "make a good one with `shardbox secret`"
         raise UsageError(what, where=where, hint=hint)
@@ -9842,14 +9842,11 @@ def read_facts(path: str) -> list[NodeFacts]:
     """Facts from a file: what `nodes --json` or `plan --json` prints. Raises UsageError."""
     hint = "`shardbox nodes --json` writes one"
     try:
-        with open(path, "rb") as file:
-            data = json.load(file)
+        data = json.loads(read_given(path))
         items = data.get("facts") if isinstance(data, dict) else data
         if not isinstance(items, list):
             raise UsageError('has no list "facts"', where=path, hint=hint)
         facts = [from_json(NodeFacts, item, f"{path}: facts[{n}]") for n, item in enumerate(items)]
-    except OSError as error:
-        raise UsageError(f"cannot be read: {error.strerror}", where=path) from None
     except (ValueError, RecursionError):
         raise UsageError("is not JSON", where=path, hint=hint) from None
     except MessageError as error:
@@ -10027,8 +10024,7 @@ def check_total_room(files: Iterable[tuple[str, int]]) -> None:
 
 def toml_for_stick(config: Config, with_secret: bool) -> bytes:
     """The bytes of the TOML, a secret in it replaced by the name of a file. Raises UsageError where that fails."""
-    with open(config.file, "rb") as file:
-        data = file.read()
+    data = read_given(config.file)
     secret = config.cluster.secret
     if with_secret or not secret:
         return data
@@ -10343,11 +10339,7 @@ def cmd_secret() -> int:
 
 def bundle_problems(path: str, folder: str) -> list[str]:
     """What is not as it was built, in the executable or the files unpacked from it. Raises UsageError without one."""
-    try:
-        with open(path, "rb") as file:
-            data = file.read()
-    except OSError as error:
-        raise UsageError(f"cannot be read: {error.strerror}", where=path) from None
+    data = read_given(path)
     layout = struct.Struct("<5Q32s8s8s32s")  # tools/launcher.c: struct trailer
     if len(data) < layout.size or data[-40:-32] != b"SHARDBX1":
         raise UsageError("is not an executable made by `make build`: nothing to verify", where=path)
