@@ -2984,9 +2984,22 @@ def part_paths(path: str) -> tuple[str, ...]:
 def write_atomic(path: str, data: bytes) -> None:
     """Write beside the file and move in place, so that a reader sees the old bytes or the new."""
     draft = f"{path}.{os.getpid()}.new"
-    with open(draft, "wb") as file:
-        file.write(data)
-    os.replace(draft, path)
+    try:
+        with open(draft, "wb") as file:
+            file.write(data)
+        os.replace(draft, path)
+    except OSError:
+        with contextlib.suppress(OSError):
+            os.unlink(draft)
+        raise
+
+
+def nearest_folder(path: str) -> str:
+    """The folder where a file is, or the one above in which its folders would be made."""
+    home = os.path.dirname(os.path.abspath(path))
+    while not os.path.isdir(home):
+        home = os.path.dirname(home)
+    return home
 
 
 Spend: TypeAlias = Callable[[int], None]  # asked before so many bytes are read or sent
@@ -3521,16 +3534,16 @@ class Surveyor:
         try:
             assert model is not None
             paths = place_in(model.path, folder=self._config.folder, dirs=self._node.model_dirs)
-            drafts = sum(os.stat(f"{path}.part").st_blocks * 512 for path in paths if os.path.isfile(f"{path}.part"))
-            home = os.path.dirname(paths[0])
-            while not os.path.isdir(home):
-                home = os.path.dirname(home)
+            there = [part for path in paths for part in (path, f"{path}.part") if os.path.isfile(part)]
+            held, home = sum(os.stat(part).st_blocks * 512 for part in there), nearest_folder(paths[0])
+            if not os.access(home, os.W_OK):  # or the file system is read-only
+                return 0
             found = os.statvfs(home)
         except (ShardboxError, OSError):
             return 0
         whole = find_model(model.path, folder=self._config.folder, dirs=self._node.model_dirs)
         missing = not all(map(os.path.exists, part_paths(whole))) if whole else True
-        return found.f_bavail * found.f_frsize + drafts if missing else 0
+        return found.f_bavail * found.f_frsize + held if missing else 0
 
     def _hash(self, work: Sequence[tuple[str, ModelConfig]], again: bool = False) -> None:
         """In a thread: read new or changed files, or all of them `again`; unchanged ones come from the cache at once.
@@ -4796,12 +4809,15 @@ class Landing:
     """Files that come in: beside their names until they are whole, then moved in place. What is there of an earlier
     attempt is believed only as far as its hashes are right, so whatever ended that attempt does no harm."""
 
-    def __init__(self, listing: Listing, paths: Sequence[str], *, mode: int = 0o644, replace: bool = False) -> None:
-        """`replace`: files with other bytes may stand at `paths`. Nothing is touched before open()."""
+    def __init__(
+        self, listing: Listing, paths: Sequence[str], *, mode: int = 0o644, replace: bool = False, spend: Spend = freely
+    ) -> None:
+        """`replace`: files with other bytes may stand at `paths`. `spend` is asked before what is there is read.
+        Nothing is touched before open()."""
         self.listing, self.paths, self.chunks, self.held = listing, tuple(paths), listing.chunks, 0
         self.changed = threading.Condition()  # told of each chunk
         self.files: list[int] = []  # descriptors
-        self._mode, self._replace = mode, replace
+        self._mode, self._replace, self._spend = mode, replace, spend
         self._settled: set[int] = set()  # files that stood there already, right and whole
 
     @property
@@ -4850,6 +4866,8 @@ class Landing:
                 return True
             os.close(self.files.pop())
             self._forget(number)
+        if os.path.isdir(path):
+            raise FileError("is a folder", where=path, hint="name the file that is to be there")
         if not self._replace:
             what, hint = "is there with other bytes", "with --replace the right file takes its place"
             raise FileError(what, where=path, hint=hint)
@@ -4888,7 +4906,7 @@ class Landing:
                 data = os.lseek(file, start, os.SEEK_DATA)
             except OSError as error:  # ENXIO: nothing but a hole from here to the end; else it cannot be told
                 data = start + size if error.errno == errno.ENXIO else start
-            return data < start + size and hash_range(file, start, size) == wanted
+            return data < start + size and hash_range(file, start, size, self._spend) == wanted
 
         mine = [(n, chunk) for n, chunk in enumerate(self.chunks) if chunk[0] == number]
         with ThreadPoolExecutor(os.cpu_count()) as pool:
@@ -4938,9 +4956,7 @@ class Landing:
         sha256sum must print for each. Raises FileError, OSError."""
         assert not self.missing
         for file, path, wanted in zip(self.files, self.paths, sha256, strict=False):
-            with open(file, "rb", closefd=False) as whole:
-                whole.seek(0)
-                found = hashlib.file_digest(whole, "sha256").hexdigest()
+            found = hash_range(file, 0, os.fstat(file).st_size, self._spend)
             if found != wanted:
                 what, hint = f"the copies there are have SHA-256 {found}", f"the TOML says {wanted}: correct either"
                 raise FileError(what, where=path, hint=hint)
@@ -5092,7 +5108,7 @@ class Copy:
     def __init__(
         self, *, model: str, node: str, root: str, place: Callable[[Listing], Sequence[str]], pace: Pace,
         givers: Callable[[], Sequence[str]], connect: Callable[[str], SealedStream],
-        replace: bool = False, mode: int = 0o644, sha256: Sequence[str] = (),
+        replace: bool = False, mode: int = 0o644, sha256: Sequence[str] = (), spend: Spend = freely,
     ) -> None:  # fmt: skip
         """`model`: "" for engines. `place`: paths for a listing's files. `givers`: nodes that have it now, those with
         all of it first."""
@@ -5101,7 +5117,7 @@ class Copy:
         self.landing: Landing | None = None
         self.giver: Giver | None = None
         self._node, self._place, self._pace, self._givers, self._connect = node, place, pace, givers, connect
-        self._options: dict[str, Any] = {"replace": replace, "mode": mode}
+        self._options: dict[str, Any] = {"replace": replace, "mode": mode, "spend": spend}
         self._sha256, self._lock, self._stop = sha256, threading.Lock(), threading.Event()
         self._in_flight: dict[int, list[float]] = {}  # chunk -> when each stream that receives it began
         self._chunk_s = 0.0  # what a chunk takes, about
@@ -5121,7 +5137,8 @@ class Copy:
             self.state, self.problem, self.hint = "failed", str(error).partition("\n")[0], error.hint
         except OSError as error:
             full = error.errno in (errno.ENOSPC, errno.EDQUOT)
-            self.state, self.problem = "failed", f"cannot be written: {error.strerror}"
+            which = f"{error.filename} " if error.filename else ""
+            self.state, self.problem = "failed", f"{which}cannot be written: {error.strerror}"
             self.hint = "make room: what has landed is kept" if full else "check that disk"
         finally:
             self._stop.set()
@@ -6945,9 +6962,15 @@ class Library:
             return copy
         if round_ and not box.config.cluster.copy_models:
             raise FileError("copy_models is off here", where=box.name, hint="`shardbox pull` fetches it by hand")
-        paths = place_in(model.path, folder=box.config.folder, dirs=box.settings.model_dirs)
+        paths = self._places(model)
+        for other in box.config.models:
+            copy = self.copies.get(other.name)
+            if copy and copy.state == "copying" and copy.root == root and self._places(other) == paths:  # they share it
+                self.copies[name], self._rounds[name] = copy, round_
+                return copy
         self._rounds[name] = round_
-        return self._begin(name, root, only, place=lambda _: paths, replace=replace, sha256=model.sha256)
+        how = {"replace": replace, "sha256": model.sha256, "spend": self._surveyor.pace}
+        return self._begin(name, root, only, place=lambda _: paths, **how)
 
     def _begin(self, model: str, root: str, only: str, **how: Any) -> Copy:
         """A copy of this content, that runs; `only`: see fetch()."""
@@ -6977,7 +7000,11 @@ class Library:
         if mine.root == wanted.root and not mine.problem:
             size = mine.size_bytes
             return CopyView(model=model.name, node=self._box.name, state="done", done_bytes=size, size_bytes=size)
-        return self.fetch(model, wanted.root, only=only, replace=replace).view()
+        view = self.fetch(model, wanted.root, only=only, replace=replace).view()
+        return dataclasses.replace(view, model=model.name)
+
+    def _places(self, model: ModelConfig) -> tuple[str, ...]:
+        return place_in(model.path, folder=self._box.config.folder, dirs=self._box.settings.model_dirs)
 
     def engines_from(self, facts: NodeFacts, others: Iterable[NodeFacts]) -> str:
         """The content hash of the engines that a node without any can have from one of its platform; "" for none."""
@@ -8217,7 +8244,7 @@ def facts_view(facts: NodeFacts | None, **given: Any) -> PeerView:
 def own_copies(node: Node) -> tuple[CopyView, ...]:
     """What is being copied to this node, or read on it, and how copies to it ended."""
     reading = [reading.view() for reading in list(node.surveyor.readings.values())]
-    return (*(copy.view() for copy in node.library.copies.values()), *reading)
+    return (*(replace(copy.view(), model=name) for name, copy in node.library.copies.items()), *reading)
 
 
 def all_copies(node: Node) -> tuple[CopyView, ...]:
@@ -10006,11 +10033,8 @@ def check_total_room(files: Iterable[tuple[str, int]]) -> None:
     """Raises FileError where what is still missing of these files, each with its size, does not fit where it goes."""
     need, homes = Counter[int](), dict[int, str]()
     for path, size in files:
-        home = os.path.dirname(path)
-        while not os.path.isdir(home):
-            home = os.path.dirname(home)
-        device = os.stat(home).st_dev
-        homes[device] = home
+        device = os.stat(nearest_folder(path)).st_dev
+        homes[device] = nearest_folder(path)
         if not os.path.isfile(path) or os.path.getsize(path) != size:
             draft = f"{path}.part"
             need[device] += size - (min(size, os.stat(draft).st_blocks * 512) if os.path.isfile(draft) else 0)
