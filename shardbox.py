@@ -4886,11 +4886,14 @@ def note_in_ledger(folder: str, paths: Iterable[str]) -> None:
     write_atomic(os.path.join(folder, "copied.json"), json.dumps(kept).encode())
 
 
-def to_prune(folder: str, config: Config, dirs: Sequence[str]) -> list[str]:
-    """Files that shardbox put here, that are as it left them, and that belong to no model of the TOML any more."""
-    named = set()
+def to_prune(folder: str, config: Config, node: NodeConfig) -> list[str]:
+    """Files that shardbox put here, that are as it left them, and that belong to no model of the TOML any more, nor to
+    the engines that this box runs."""
+    given, named = os.path.join(folder, "engines"), set[str]()
+    if engine_places(config, node, folder)[0] == [given]:
+        named = {os.path.realpath(os.path.join(given, name)) for name in os.listdir(given)}
     for model in config.models:
-        whole = find_model(model.path, folder=config.folder, dirs=dirs)
+        whole = find_model(model.path, folder=config.folder, dirs=node.model_dirs)
         for place in (whole, os.path.join(config.folder, os.path.expanduser(model.path))):
             named |= {os.path.realpath(part) for part in part_paths(place)} if place else set()
     named |= {f"{path}.part" for path in named}
@@ -6827,7 +6830,7 @@ class Library:
             raise FileError(f"the copies differ: {held}", where=where, hint="--from NODE, or `sha256` in the TOML")
         wanted = whole[model.leader] if model.leader in whole else next(iter(whole.values()))
         mine = self._box.facts.model(model.name)
-        if mine.root == wanted.root and not mine.problem:
+        if mine.root == wanted.root and not mine.problem and self.still_here(mine.root):
             size = mine.size_bytes
             return CopyView(model=model.name, node=self._box.name, state="done", done_bytes=size, size_bytes=size)
         return self.fetch(model, wanted.root, only=only, replace=replace).view()
@@ -7397,6 +7400,7 @@ class Rings:
         self._run(effect, self._watch)
         await gather_all(self._on_rank(rank.node, "launch", effect, PREPARE_TIMEOUT_S) for rank in effect.plan.ranks)
         run = self._host.get(model, effect.generation)
+        self.traffic[model].tokens_per_s = 0.0  # that was another ring
         while True:
             with contextlib.suppress(aiohttp.ClientError, OSError, TimeoutError):
                 async with asyncio.timeout(5), run.http.get("http://engine/health") as reply:
@@ -9776,15 +9780,18 @@ def cmd_pull(config: Config, name: str, model: str, giver: str, over: bool) -> i
     asked = {"model": model, "from": giver.lower(), "replace": over}
     views = [from_json(CopyView, item, "pull") for item in ask_node(config, name, "POST", "/pull", asked)]
     meter = Meter()
-    while any(view.state == "copying" for view in views):
-        time.sleep(0.3)
-        found = {
-            item["model"]: from_json(CopyView, item, "copies") for item in ask_node(config, name, "GET", "/copies")
-        }
-        views = [found[view.model] if view.state == "copying" else view for view in views]
-        now = [view for view in views if view.state == "copying"]
-        size, done = sum(view.size_bytes for view in views), sum(view.done_bytes for view in views)
-        meter.show(done / max(1, size), "; ".join(f"{view.model}: {copy_text(view)}" for view in now))
+    try:
+        while any(view.state == "copying" for view in views):
+            time.sleep(0.3)
+            found = [from_json(CopyView, item, "copies") for item in ask_node(config, name, "GET", "/copies")]
+            views = [next(new for new in found if new.model == view.model) if view.state == "copying" else view
+                     for view in views]  # fmt: skip
+            now = [view for view in views if view.state == "copying"]
+            size, done = sum(view.size_bytes for view in views), sum(view.done_bytes for view in views)
+            meter.show(done / max(1, size), "; ".join(f"{view.model}: {copy_text(view)}" for view in now))
+    except KeyboardInterrupt:
+        print(f"\nnode {name} goes on with it; `shardbox models` shows how far it is", file=sys.stderr)
+        raise
     for view in views:
         if view.state == "failed":
             print(f"{view.problem}" + (f"\nhint: {view.hint}" if view.hint else ""), file=sys.stderr)
@@ -9827,7 +9834,7 @@ def copy_state(copy: ModelFacts, common: str) -> str:
 def prune_models(config: Config, name: str, yes: bool) -> int:
     """Show, then remove after a yes, what shardbox copied to this box and the TOML no longer names."""
     folder = state_folder(config.cluster.name, name)
-    paths = to_prune(folder, config, config.node(name).model_dirs)
+    paths = to_prune(folder, config, config.node(name))
     for path in paths:
         print(f"{format_size(os.path.getsize(path)):>9}  {path}")
     if not paths:
@@ -10117,7 +10124,7 @@ def port_problem(bind: str, port: int) -> str:
 
 def check_pairs(config: Config, reply: dict[str, Any]) -> list[dict[str, str]]:
     """Every pair of nodes in both directions, versions, configurations, model contents and clocks."""
-    found = []
+    found, hints = [], {}
     for pair in (from_json(Reach, item, "pairs") for item in reply["pairs"]):
         subject, good = f"{pair.source} -> {pair.target} at {pair.address}: ", "reached, secret proved, "
         found.append(finding(subject, pair.problem, f"{good}{pair.rtt_ms:.1f} ms", hint=pair.hint))
@@ -10127,6 +10134,8 @@ def check_pairs(config: Config, reply: dict[str, Any]) -> list[dict[str, str]]:
         "shardbox version": {node.name: node.version for node in facts},
     }
     for model in config.models:
+        mend = f"`verify {model.name}` says whose is wrong, `pull {model.name} --replace` there mends it"
+        hints[f"content of {model.path}"] = mend
         compared[f"content of {model.path}"] = {node.name: node.model(model.name).root for node in facts}
     for role in ENGINE_ROLES:
         compared[f"{role} binary's build"] = {node.name: node.binary(role).commit for node in facts}
@@ -10135,8 +10144,8 @@ def check_pairs(config: Config, reply: dict[str, Any]) -> list[dict[str, str]]:
         listing = ", ".join(f"{node} {value}" for node, value in values.items())
         problem = f" differs: {listing}" if len(set(values.values())) > 1 else ""
         if len(values) > 1:
-            good, hint = f": the same on {', '.join(values)}", "make them the same everywhere" if problem else ""
-            found.append(finding(label, problem, good, hint=hint))
+            hint = hints.get(label, "make them the same everywhere")
+            found.append(finding(label, problem, f": the same on {', '.join(values)}", hint=hint))
     for name, skew in reply["clock_skew_s"].items():
         found.append(finding(f"clock of {name}: {skew:+.1f} s (nothing depends on it)", ""))
     hint = "let engines be closed in ([engine] isolate), or close these ports in that box's firewall"
