@@ -1020,17 +1020,13 @@ class NodeFacts:
 
     def binary(self, role: str) -> BinaryFacts:
         """This node's binary for a role; one with a `problem` where there is none."""
-        for binary in self.binaries:
-            if binary.role == role:
-                return binary
-        return BinaryFacts(role=role, problem="not looked for")
+        unknown = BinaryFacts(role=role, problem="not looked for")
+        return next((binary for binary in self.binaries if binary.role == role), unknown)
 
     def model(self, name: str) -> ModelFacts:
         """This node's copy of a model; one with a `problem` where there is none."""
-        for model in self.models:
-            if model.name == name:
-                return model
-        return ModelFacts(name=name, problem="not in this node's configuration")
+        unknown = ModelFacts(name=name, problem="not in this node's configuration")
+        return next((model for model in self.models if model.name == name), unknown)
 
 
 # ======================================================================================================
@@ -1488,7 +1484,7 @@ class Costs:
 
     layer_bytes: tuple[int, ...]  # weights
     kv_bytes: tuple[int, ...]  # KV cache of each layer over the whole context
-    upto: tuple[int, ...]  # weights and KV cache of all layers before this one
+    sizes: tuple[int, ...]  # of each layer, both together
     ends_bytes: int  # embedding and output, held by the leader
     graph_bytes: int  # compute buffer of one window
     leader_buffer_bytes: int  # what the leader has beside it, for both ends and the answers
@@ -1505,7 +1501,7 @@ class Costs:
     @property
     def total_bytes(self) -> int:
         """All of it on one node."""
-        return self.fixed_bytes(leader=True) + self.upto[-1]
+        return self.fixed_bytes(leader=True) + sum(self.sizes)
 
 
 def model_costs(shape: ModelShape, context: int, slots: int = 1) -> Costs:
@@ -1524,11 +1520,10 @@ def model_costs(shape: ModelShape, context: int, slots: int = 1) -> Costs:
     words = VOCAB_TOKEN_BYTES[shape.merges]
     values = shape.kv_values or (shape.kv_heads * (shape.key_width + shape.value_width),) * shape.layers
     kv_bytes = tuple(2 * context * count for count in values)
-    both = [weights + kv for weights, kv in zip(shape.layer_bytes, kv_bytes, strict=True)]
     return Costs(
         layer_bytes=shape.layer_bytes,
         kv_bytes=kv_bytes,
-        upto=tuple(itertools.accumulate(both, initial=0)),
+        sizes=tuple(map(sum, zip(shape.layer_bytes, kv_bytes, strict=True))),
         ends_bytes=shape.embedding_bytes + shape.output_bytes,
         graph_bytes=4 * batch * context + max(scores + 4 * inner, forward) + 128 * KIB,
         leader_buffer_bytes=4 * (batch + slots + 1) * shape.vocab + 2 * outer + 128 * KIB,
@@ -1669,9 +1664,8 @@ def _copy_that_counts(field: _Field, model: ModelConfig) -> ModelFacts:
     config, allowed = field.config, dict.fromkeys(model.nodes or tuple(model.layers) or field.facts)
     copies = {name: field.copy(name, model.name) for name in field.facts}
     whole = {name: copy for name, copy in copies.items() if copy.shape is not None and not copy.problem}
-    whole = {name: copy for name, copy in whole.items() if name in allowed} or (
-        whole if config.cluster.copy_models else {}
-    )
+    inside = {name: copy for name, copy in whole.items() if name in allowed}
+    whole = inside or (whole if config.cluster.copy_models else {})
     if not whole:
         if config.engine.kind == "rehearsal" and model.rehearse:
             return ModelFacts(name=model.name, shape=rehearsed_shape(model.rehearse, model.name))
@@ -1682,12 +1676,8 @@ def _copy_that_counts(field: _Field, model: ModelConfig) -> ModelFacts:
     root = root or most_common_root(whole.values())
     wanted = next((copy for copy in whole.values() if copy.root == root), next(iter(whole.values())))
     takers = [name for name, copy in copies.items() if name in allowed and to_fetch(config, model, copy, wanted)]
-    if (
-        len({copy.root for copy in whole.values() if copy.root}) > 1
-        and takers
-        and not model.sha256
-        and model.leader not in whole
-    ):
+    disputed = len({copy.root for copy in whole.values() if copy.root}) > 1
+    if disputed and takers and not model.sha256 and model.leader not in whole:
         held = ", ".join(f"{name} has {copy.root[:8]}" for name, copy in whole.items() if copy.root)
         what = f"{takers[0]} has to fetch {model.path}, but the copies differ: {held}"
         raise _plan_error(model, what, "say which one is right: `sha256` of the model, as sha256sum prints it")
@@ -1777,19 +1767,9 @@ def _good_order(costs: Sequence[Sequence[int]]) -> list[int]:
 # --- one model -----------------------------------------------------------------------------------------
 
 
-def plan_model(
-    config: Config,
-    model: ModelConfig,
-    facts: Sequence[NodeFacts],
-    taken: Mapping[str, int] = {},
-    gpu_taken: Mapping[str, int] = {},
-) -> ModelPlan:
-    """The plan for one model on these nodes. `taken`: bytes of memory, `gpu_taken`: of cards, that models placed before
-    use, by node. Raises PlanError saying what is missing, and by how much."""
-    return _timed(_placed(_look_over(config, facts), model, taken, gpu_taken), {node.name: node for node in facts})
-
-
 def _placed(field: _Field, model: ModelConfig, taken: Mapping[str, int], gpu_taken: Mapping[str, int]) -> ModelPlan:
+    """Where one model goes, without times. `taken`: bytes of memory, `gpu_taken`: of cards, that models placed before
+    use, by node. Raises PlanError saying what is missing, and by how much."""
     wanted = _copy_that_counts(field, model)
     shape = typing.cast(ModelShape, wanted.shape)
     context = model.slots * (-(-model.context // CONTEXT_STEP) * CONTEXT_STEP)
@@ -1801,25 +1781,21 @@ def _placed(field: _Field, model: ModelConfig, taken: Mapping[str, int], gpu_tak
             left_out[name] = problem
         else:
             rooms.append(node_room(field.entries[name], node, taken.get(name, 0), gpu_taken.get(name, 0)))
-    small = [room for room in rooms if room.total_bytes < least]
-    if len(small) < len(rooms) and not model.layers:  # one that could hold nothing stands in nobody's way
-        part = format_size(least)
-        for room in small:
-            free = format_size(room.total_bytes)
-            left_out[room.node] = f"no room: {free} free here, the least part takes {part}"
-        rooms = [room for room in rooms if room.total_bytes >= least]
+    large = [room for room in rooms if room.total_bytes >= least]
+    if large and not model.layers:  # one that could hold nothing stands in nobody's way
+        for room in rooms:
+            if room.total_bytes < least:
+                free = f"{format_size(room.total_bytes)} free here"
+                left_out[room.node] = f"no room: {free}, the least part takes {format_size(least)}"
+        rooms = large
     fetch = {room.node: to_fetch(field.config, model, field.copy(room.node, model.name), wanted) for room in rooms}
     rooms.sort(key=lambda room: (fetch[room.node] > 0, -coarse(room.total_bytes), room.node))  # who has it goes first
-    draft = _Draft(
-        field=field, model=model, shape=shape, costs=costs, context=context, rooms=rooms, left_out=left_out, fetch=fetch
-    )
+    draft = _Draft(field=field, model=model, shape=shape, costs=costs, rooms=rooms, left_out=left_out, fetch=fetch)
     ring, cycles, reason = draft.by_hand() if model.layers else draft.single() or draft.ring()
-    used = {room.node for room, _ in ring}
-    left_out |= {
-        room.node: f"not needed: fewer ranks are faster ({format_size(room.total_bytes)} free here)"
-        for room in rooms
-        if room.node not in used
-    }
+    for room in rooms:
+        left_out[room.node] = f"not needed: fewer ranks are faster ({format_size(room.total_bytes)} free here)"
+    for room, _ in ring:
+        del left_out[room.node]
     return ModelPlan(
         model=model.name,
         block=field.config.models.index(model),
@@ -1830,7 +1806,7 @@ def _placed(field: _Field, model: ModelConfig, taken: Mapping[str, int], gpu_tak
         cycles=cycles,
         root=wanted.root,
         left_out=left_out,
-        ranks=tuple(replace(rank, copy_bytes=fetch.get(rank.node, 0)) for rank in draft.ranks(ring, cycles)),
+        ranks=draft.ranks(ring, cycles),
     )
 
 
@@ -1845,7 +1821,6 @@ class _Draft:
     model: ModelConfig
     shape: ModelShape
     costs: Costs
-    context: int
     rooms: list[Room]
     left_out: dict[str, str]
     fetch: dict[str, int]  # node -> bytes of the file that it has to fetch first
@@ -1864,21 +1839,20 @@ class _Draft:
 
     def single(self) -> tuple[_Ring, int, str] | None:
         """One node that can lead, when it all fits there: the fastest as far as is known, else the roomiest."""
-        layers = self.shape.layers
-        roomy = [room for room in self.leaders() if room.total_bytes >= self.costs.total_bytes]
+        layers, need = self.shape.layers, self.costs.total_bytes
+        roomy = [room for room in self.leaders() if room.total_bytes >= need]
         fitting = [room for room in roomy if self.free([(room, layers)])[0] >= 0]
         if not fitting:
             return None
 
         def slowness(room: Room) -> tuple[bool, float]:
             facts = self.field.facts[room.node]
-            gpu = fit_gpu(self.sizes([(0, layers)]), layers, self.gpu_room(room))[0]
+            gpu = fit_gpu(self.costs.sizes, layers, self.gpu_room(room))[0]
             seconds = compute_s(self.shape, facts, facts.cores, range(layers), gpu, leads=True)
             return self.fetch[room.node] > 0, coarse(int(seconds * 1e9)) if seconds else math.inf
 
         room = min(fitting, key=slowness)
-        need = format_size(self.costs.total_bytes)
-        fits = f"fits on {room.node} alone ({need} of {format_size(room.total_bytes)})"
+        fits = f"fits on {room.node} alone ({format_size(need)} of {format_size(room.total_bytes)})"
         return [(room, layers)], 1, f"{fits}: not worth splitting, a ring would be slower"
 
     def by_hand(self) -> tuple[_Ring, int, str]:
@@ -1955,7 +1929,7 @@ class _Draft:
         return None
 
     def first_shares(self, rooms: list[Room]) -> list[int]:
-        layers, layer = self.shape.layers, max(1, self.costs.upto[-1] // self.shape.layers)
+        layers, layer = self.shape.layers, max(1, sum(self.costs.sizes) // self.shape.layers)
         spare = [room.total_bytes - self.costs.fixed_bytes(leader=n == 0) for n, room in enumerate(rooms)]
         if min(spare) <= 0 or len(rooms) > layers:
             return []
@@ -1986,21 +1960,16 @@ class _Draft:
                 return None
             ring = list(zip(rooms, largest_remainder(-(-layers // cycles), spare), strict=True))
             needs = [
-                sum(costs.kv_bytes[n] for start, count in its for n in range(start, start + count))
-                + (2 * window * max(costs.layer_bytes) if able else 0)
-                for its, (_, window) in zip(self.pieces(ring), ring, strict=True)
+                sum(costs.kv_bytes[n] for n in held) + (2 * window * max(costs.layer_bytes) if able else 0)
+                for held, (_, window) in zip(self.held(ring), ring, strict=True)
             ]
             if all(need <= have for need, have in zip(needs, spare, strict=True)):
                 return ring, cycles
         return None
 
-    def pieces(self, ring: _Ring) -> list[list[tuple[int, int]]]:
+    def held(self, ring: _Ring) -> list[list[int]]:
+        """Each rank's layers."""
         return segments([window for _, window in ring], self.shape.layers)
-
-    def sizes(self, pieces: Sequence[tuple[int, int]]) -> list[int]:
-        """Weights and KV cache of each of these layers."""
-        costs = self.costs
-        return [costs.upto[n + 1] - costs.upto[n] for start, count in pieces for n in range(start, start + count)]
 
     def gpu_room(self, room: Room) -> int:
         """Bytes of a card for whole layers: each engine on it also has its compute buffer there."""
@@ -2008,11 +1977,11 @@ class _Draft:
 
     def free(self, ring: _Ring, cycles: int = 1) -> list[int]:
         """What each node has left, in bytes; negative: too much. A part of a layer's room on a card is no use."""
-        result, costs = [], self.costs
-        for rank, ((room, window), pieces) in enumerate(zip(ring, self.pieces(ring), strict=True)):
-            need = sum(costs.upto[start + count] - costs.upto[start] for start, count in pieces)
-            on_card = fit_gpu(self.sizes(pieces), window, self.gpu_room(room))[1] if room.gpu_bytes else 0
-            result.append(room.ram_bytes + on_card - costs.fixed_bytes(rank == 0, cycles) - need)
+        result = []
+        for rank, ((room, window), held) in enumerate(zip(ring, self.held(ring), strict=True)):
+            sizes = [self.costs.sizes[n] for n in held]
+            on_card = fit_gpu(sizes, window, self.gpu_room(room))[1]
+            result.append(room.ram_bytes + on_card - self.costs.fixed_bytes(rank == 0, cycles) - sum(sizes))
         return result
 
     def ranks(self, ring: _Ring, cycles: int) -> tuple[RankPlan, ...]:
@@ -2022,9 +1991,8 @@ class _Draft:
         if len(ring) == 1 and not self.model.leader:
             lead = "leads: holds it all"
         result = []
-        for rank, ((room, window), pieces) in enumerate(zip(ring, self.pieces(ring), strict=True)):
-            layers = [n for start, count in pieces for n in range(start, start + count)]
-            gpu_layers, gpu_bytes = fit_gpu(self.sizes(pieces), window, self.gpu_room(room))
+        for rank, ((room, window), layers) in enumerate(zip(ring, self.held(ring), strict=True)):
+            gpu_layers, gpu_bytes = fit_gpu([costs.sizes[n] for n in layers], window, self.gpu_room(room))
             why = self.field.workers.get(room.node, "window by usable memory") if rank else lead
             result.append(
                 RankPlan(
@@ -2042,22 +2010,22 @@ class _Draft:
                     free_bytes=max(0, free[rank]),
                     threads=self.field.entries[room.node].engine.threads or self.field.facts[room.node].cores,
                     why=f"{why} ({room.note})",
+                    copy_bytes=self.fetch[room.node],
                 )
             )
         return tuple(result)
 
 
-def segments(windows: Sequence[int], layers: int) -> list[list[tuple[int, int]]]:
-    """Each rank's pieces of the model as (first layer, how many): rank 1 starts and the leader ends a round, and rounds
-    go on until the layers are used up (measured on Prima bdf9d8e7)."""
-    pieces: list[list[tuple[int, int]]] = [[] for _ in windows]
+def segments(windows: Sequence[int], layers: int) -> list[list[int]]:
+    """Each rank's layers: rank 1 starts and the leader ends a round, and rounds go on until the layers are used up
+    (measured on Prima bdf9d8e7)."""
+    held: list[list[int]] = [[] for _ in windows]
     done, turns = 0, itertools.cycle([*range(1, len(windows)), 0])
     while done < layers:
         rank = next(turns)
-        count = min(windows[rank], layers - done)
-        pieces[rank].append((done, count))
-        done += count
-    return pieces
+        held[rank] += range(done, min(done + windows[rank], layers))
+        done += windows[rank]
+    return held
 
 
 def largest_remainder(total: int, weights: Sequence[int]) -> list[int]:
@@ -2084,31 +2052,21 @@ def fit_gpu(sizes: Sequence[int], window: int, room: int) -> tuple[int, int]:
 def _timed(plan: ModelPlan, facts: Mapping[str, NodeFacts]) -> ModelPlan:
     """The plan with what a token will take, rank by rank, and on one box that held it all."""
     shape, ranks = plan.shape, []
-    pieces = segments([rank.window for rank in plan.ranks], plan.layers)
-    for rank, its in zip(plan.ranks, pieces, strict=True):
+    for rank, layers in zip(plan.ranks, segments([rank.window for rank in plan.ranks], plan.layers), strict=True):
         here, after = facts[rank.node], facts[plan.ranks[(rank.rank + 1) % plan.world].node]
-        layers = [n for start, count in its for n in range(start, start + count)]
-        gpu = rank.gpu_layers * len(its)
+        gpu = min(len(layers), rank.gpu_layers * plan.cycles)
         seconds = 0.0 if plan.paged_bytes else compute_s(shape, here, rank.threads, layers, gpu, rank.rank == 0)
         hop_s = HOP_S + hop_ns(here, after, 4 * shape.width) / 1e9 if plan.world > 1 else 0.0
         ranks.append(replace(rank, compute_s=seconds, hop_s=hop_s))
     known = all(rank.compute_s or facts[rank.node].engine_kind == "rehearsal" for rank in ranks)
     total = sum(rank.compute_s for rank in ranks) + plan.cycles * sum(rank.hop_s for rank in ranks)
-    alone = {
-        rank.node: compute_s(shape, facts[rank.node], rank.threads, range(plan.layers), 0, leads=True) for rank in ranks
-    }
-    fastest = min(
-        (node for node, seconds in alone.items() if seconds), key=lambda node: (alone[node], node), default=""
-    )
-    if plan.world == 1:
-        fastest, alone[fastest] = (plan.leader, total) if known and total else ("", 0.0)
-    return replace(
-        plan,
-        ranks=tuple(ranks),
-        token_s=total if known and not plan.paged_bytes else 0.0,
-        alone=fastest,
-        alone_s=alone.get(fastest, 0.0),
-    )
+    alone = [(total if known else 0.0, plan.leader)]
+    if plan.world > 1:
+        everything = range(plan.layers)
+        alone = [(compute_s(shape, facts[rank.node], rank.threads, everything, 0, True), rank.node) for rank in ranks]
+    alone_s, fastest = min((pair for pair in alone if pair[0]), default=(0.0, ""))
+    token_s = total if known and not plan.paged_bytes else 0.0
+    return replace(plan, ranks=tuple(ranks), token_s=token_s, alone=fastest, alone_s=alone_s)
 
 
 # --- all models ----------------------------------------------------------------------------------------
@@ -2119,17 +2077,17 @@ def plan_all(
 ) -> dict[str, ModelPlan | PlanError]:
     """A plan or the reason against it for each model, in the TOML's order; `placed` are rings that run
     already and keep what they have."""
-    placed, taken = placed or {}, Counter[str]()
+    placed, field = placed or {}, _look_over(config, facts)
     blocks = {plan.block for plan in placed.values()}  # the TOML's order may have changed since
+    taken, holders = Counter[str](), Counter[str]()
     gpu_taken = Counter[str]()  # not of `placed`: what NVML calls free is already without it
-    field, holders = _look_over(config, facts), dict[str, int]()
     result: dict[str, ModelPlan | PlanError] = {}
 
     def take(plan: ModelPlan) -> None:
         for rank in plan.ranks:
             need = rank.weights_bytes + rank.kv_bytes + rank.buffer_bytes - rank.gpu_bytes - rank.paged_bytes
             taken[rank.node] += need
-            holders[plan.model] = holders.get(plan.model, 0) + need
+            holders[plan.model] += need
 
     for plan in placed.values():
         take(plan)
@@ -2687,7 +2645,7 @@ class CopyView:
 
     model: str
     node: str
-    state: str  # copying | done | failed
+    state: str  # copying | done | failed; reading: the node hashes its own
     done_bytes: int = 0
     size_bytes: int = 0
     bytes_per_s: float = 0.0
@@ -2697,10 +2655,11 @@ class CopyView:
 
 
 def copy_text(view: CopyView) -> str:
-    """How far a copy is, in words."""
+    """How far a copy is, or the reading of one, in words."""
     if view.state == "failed":
         return f"{view.node}: {view.problem}"
-    text = f"{view.node} has {100 * view.done_bytes // max(1, view.size_bytes)} % of {format_size(view.size_bytes)}"
+    has = "has read" if view.state == "reading" else "has"
+    text = f"{view.node} {has} {100 * view.done_bytes // max(1, view.size_bytes)} % of {format_size(view.size_bytes)}"
     if not view.size_bytes:
         return f"{view.node} asks for it"
     if view.bytes_per_s:
@@ -3028,6 +2987,26 @@ def write_atomic(path: str, data: bytes) -> None:
     os.replace(draft, path)
 
 
+Spend: TypeAlias = Callable[[int], None]  # asked before so many bytes are read or sent
+
+
+def freely(_: int) -> None:
+    """Wait for nothing."""
+
+
+def hash_range(file: int, start: int, size: int, spend: Spend = freely) -> str:
+    """SHA-256 of a part of an open file, of what is there if it is shorter."""
+    found, end = hashlib.sha256(), start + size
+    while start < end:
+        spend(min(MIB, end - start))
+        data = os.pread(file, min(MIB, end - start), start)
+        if not data:
+            break
+        found.update(data)
+        start += len(data)
+    return found.hexdigest()
+
+
 class HashCache:
     """Content hashes of files, kept in `hashes.json` in the state folder; losing it costs time only. An entry counts
     while path, size, mtime and inode are the same. Safe to use from several threads."""
@@ -3039,34 +3018,32 @@ class HashCache:
         with contextlib.suppress(OSError, ValueError, TypeError, AttributeError), open(self._file, "rb") as file:
             self._entries = {key: list(entry) for key, entry in json.load(file).items()}
 
-    def file_sha256(self, path: str) -> str:
-        """SHA-256 of a file as sha256sum prints it. Raises GgufError where it cannot be read whole."""
-        return str(self._cached("file", path, lambda file, _: [hashlib.file_digest(file, "sha256").hexdigest()])[3])
-
-    def file_hashes(self, path: str, *, progress: Callable[[int], None], stop: Callable[[], bool]) -> tuple[str, ...]:
-        """SHA-256 of each CHUNK_BYTES of a file. `progress` gets the bytes done so far; `stop` is asked once a MiB.
-        Raises ShardboxError when stopped, GgufError when the file cannot be read or changes meanwhile."""
+    def file_sha256(self, path: str, spend: Spend = freely, *, again: bool = False) -> str:
+        """SHA-256 of a file as sha256sum prints it. `spend` and errors: as file_hashes."""
 
         def compute(file: BufferedReader, size: int) -> list[str]:
-            hashes = []
-            for start in range(0, size, CHUNK_BYTES):
-                chunk = hashlib.sha256()
-                for _ in range(CHUNK_BYTES // MIB):
-                    if stop():
-                        raise ShardboxError("hashing was stopped", where=path)
-                    chunk.update(file.read(MIB))
-                hashes.append(chunk.hexdigest())
-                progress(min(size, start + CHUNK_BYTES))
-            return hashes
+            return [hash_range(file.fileno(), 0, size, spend)]
 
-        size, _, _, *hashes = self._cached("chunks", path, compute)
-        progress(size)
-        return tuple(hashes)
+        return str(self._cached("file", path, compute, again)[3])
 
-    def known(self, path: str) -> tuple[str, ...] | None:
-        """The chunk hashes of a file that has not changed since they were made; None without."""
+    def file_hashes(self, path: str, spend: Spend = freely, *, again: bool = False) -> tuple[str, ...]:
+        """SHA-256 of each CHUNK_BYTES of a file, on all cores. `spend` is called by each of them before it reads so
+        many bytes: it may wait, and what it raises ends all. `again`: also what is known already. Raises GgufError
+        where the file cannot be read or changes meanwhile."""
+
+        def compute(file: BufferedReader, size: int) -> list[str]:
+            def chunk(start: int) -> str:
+                return hash_range(file.fileno(), start, min(CHUNK_BYTES, size - start), spend)
+
+            with ThreadPoolExecutor(os.cpu_count()) as pool:
+                return list(pool.map(chunk, range(0, size, CHUNK_BYTES)))
+
+        return tuple(self._cached("chunks", path, compute, again)[3:])
+
+    def known(self, path: str, kind: str = "chunks") -> tuple[str, ...] | None:
+        """The hashes of a file that has not changed since they were made; None without."""
         with contextlib.suppress(OSError), open(path, "rb") as file:
-            entry = self._entries.get(f"chunks {os.path.abspath(path)}", [])
+            entry = self._entries.get(f"{kind} {os.path.abspath(path)}", [])
             return tuple(entry[3:]) if entry[:3] == _identity(file) else None
         return None
 
@@ -3075,18 +3052,15 @@ class HashCache:
         with open(path, "rb") as file:
             self._keep(f"chunks {os.path.abspath(path)}", [*_identity(file), *hashes])
 
-    def forget(self, path: str) -> None:
-        """Read it again when asked next."""
-        for kind in ("chunks", "file"):
-            self._entries.pop(f"{kind} {os.path.abspath(path)}", None)
-
-    def _cached(self, kind: str, path: str, compute: Callable[[BufferedReader, int], list[str]]) -> list[Any]:
+    def _cached(
+        self, kind: str, path: str, compute: Callable[[BufferedReader, int], list[str]], again: bool
+    ) -> list[Any]:
         key = f"{kind} {os.path.abspath(path)}"
         try:
             with open(path, "rb") as file:
                 before = _identity(file)
                 entry = self._entries.get(key, [])
-                if entry[:3] == before:
+                if entry[:3] == before and not again:
                     return entry
                 entry = [*before, *compute(file, before[0])]
                 if _identity(file) != before:
@@ -3363,10 +3337,33 @@ def _matches(entry: str, name: str, ip: ipaddress.IPv4Address) -> bool:
 # ======================================================================================================
 
 
+class Reading:
+    """How far this box is with reading a model's files, and how fast. Any thread."""
+
+    def __init__(self, model: str, node: str, size: int) -> None:
+        self.model, self.node, self.size, self.done, self._lock = model, node, size, 0, threading.Lock()
+        self._marks = collections.deque([(time.monotonic(), 0)], maxlen=11)
+
+    def add(self, count: int) -> None:
+        """So many bytes more."""
+        with self._lock:
+            self.done, now = self.done + count, time.monotonic()
+            if now - self._marks[-1][0] > 0.5:
+                self._marks.append((now, self.done))
+
+    def view(self) -> CopyView:
+        """The rate is that of the last seconds."""
+        (then, before), (now, after) = self._marks[0], self._marks[-1]
+        rate = (after - before) / (now - then) if now > then else 0.0
+        return CopyView(model=self.model, node=self.node, state="reading", done_bytes=self.done, size_bytes=self.size,
+                        bytes_per_s=rate)  # fmt: skip
+
+
 class Surveyor:
     """Gathers this node's facts; what is slow (binaries, model files, hashing) only when it changed."""
 
     RECHECK_S = 10.0  # between two looks at model files, binaries and network addresses
+    SAY_S = 10.0  # between two lines in the log on a model that is being read
 
     def __init__(self, config: Config, name: str, folder: str, isolation: str, key: str = "") -> None:
         """`isolation`: "" or why engines cannot be closed in. `key`: this node's public one."""
@@ -3391,7 +3388,8 @@ class Surveyor:
         self._checked = 0.0
         self._left_out: tuple[str, ...] = ()  # addresses that are not used, each with its reason
         self._known: dict[str, tuple[Any, Any]] = {}  # probe -> what its files looked like, and what it said
-        self._progress: dict[str, int] = {}
+        self.readings: dict[str, Reading] = {}  # by first part
+        self.pace: Spend = freely  # waits while engines here are at work; see Node
         self._roots: dict[str, tuple[str, str]] = {}  # model -> (content hash, problem)
         self.receiving: dict[str, str] = {}  # model -> content hash of a copy that is coming in
         self._stop = threading.Event()
@@ -3433,9 +3431,7 @@ class Surveyor:
         if not found:
             return {"problem": "not here"}
         before, _ = self._roots.get(found, ("", ""))
-        for part in part_paths(found):
-            self._cache.forget(part)
-        self._hash([(found, model.sha256)])
+        self._hash([(found, model)], again=True)
         root, problem = self._roots[found]
         return {"path": found, "before": before, "root": root, "problem": problem}
 
@@ -3445,7 +3441,7 @@ class Surveyor:
         for path, its in zip(paths, hashes, strict=True):
             self._cache.remember(path, its)
         if model:
-            self._roots[paths[0]] = (self._content(paths[0]), "")
+            self._roots[paths[0]] = (root_hash(self._hashed(paths)), "")
         self._checked = 0.0
 
     def reload(self, config: Config) -> None:
@@ -3473,22 +3469,23 @@ class Surveyor:
         models = tuple(map(self._model, self._config.models))
         roles = ENGINE_ROLES if self._config.engine.kind == "prima" else ()
         if not (self._hasher and self._hasher.is_alive()):
-            wanted = {model.name: model.sha256 for model in self._config.models}
-            work = [(copy.path, wanted[copy.name]) for copy in models if copy.path and not copy.problem]
+            found = zip(models, self._config.models, strict=True)
+            work = [(copy.path, model) for copy, model in found if copy.path and not copy.problem]
             self._hasher = threading.Thread(target=self._hash, args=(work,), name="hash", daemon=True)
             self._hasher.start()
+        if self._stop.is_set():  # it reads nothing, only says what is known
+            self._hasher.join()
         binaries = tuple(map(self._binary, roles))
         self._engine_paths = []
         if self._config.engine.share:
             self._engine_paths = engine_files(binaries, engine_places(self._config, self._node, self._folder)[1])
         engine_root = root_hash(self._hashed(self._engine_paths)) if self._engine_paths else ""
-        found = replace(self._facts, addresses=addresses, models=models, binaries=binaries, engine_root=engine_root)
-        return replace(found, gpus=gpus, gpu_note=note, cores=probe_cores())
+        facts = replace(self._facts, addresses=addresses, models=models, binaries=binaries, engine_root=engine_root)
+        return replace(facts, gpus=gpus, gpu_note=note, cores=probe_cores())
 
-    def _hashed(self, paths: Sequence[str]) -> list[tuple[int, Sequence[str]]]:
-        """Size and chunk hashes of small files. Raises GgufError."""
-        read = functools.partial(self._cache.file_hashes, progress=lambda _: None, stop=self._stop.is_set)
-        return [(os.path.getsize(path), read(path)) for path in paths]
+    def _hashed(self, paths: Sequence[str], **how: Any) -> list[tuple[int, Sequence[str]]]:
+        """Size and chunk hashes of files; see HashCache.file_hashes."""
+        return [(os.path.getsize(path), self._cache.file_hashes(path, **how)) for path in paths]
 
     def _binary(self, role: str) -> BinaryFacts:
         engine = self._node.engine
@@ -3511,7 +3508,8 @@ class Surveyor:
 
     def _with_root(self, copy: ModelFacts) -> ModelFacts:
         root, problem = self._roots.get(copy.path, ("", ""))
-        hashed, receiving = self._progress.get(copy.path, 0), self.receiving.get(copy.name, "")
+        reading, receiving = self.readings.get(copy.path), self.receiving.get(copy.name, "")
+        hashed = copy.size_bytes * reading.done // reading.size if reading else 0
         found = replace(copy, root=root, problem=copy.problem or problem, hashed_bytes=hashed, receiving=receiving)
         return replace(found, room_bytes=coarse(self._room(copy.name))) if copy.problem else found
 
@@ -3532,45 +3530,61 @@ class Surveyor:
         missing = not all(map(os.path.exists, part_paths(whole))) if whole else True
         return found.f_bavail * found.f_frsize + drafts if missing else 0
 
-    def _hash(self, work: Sequence[tuple[str, Sequence[str]]]) -> None:
-        """In a thread: read new or changed files; unchanged ones come from the cache at once. `work`: first parts, and
-        what sha256sum must print for each part."""
-        for path, wanted in work:
+    def _hash(self, work: Sequence[tuple[str, ModelConfig]], again: bool = False) -> None:
+        """In a thread: read new or changed files, or all of them `again`; unchanged ones come from the cache at once.
+        `work`: first parts, each with its model."""
+        for path, model in work:
             root, problem = "", ""
             try:
-                root = self._content(path)
-                problem = self._contradiction(path, wanted)
+                with self._reading(path, model, again) as spend:
+                    root = root_hash(self._hashed(part_paths(path), spend=spend, again=again))
+                    problem = self._contradiction(path, model.sha256, spend, again)
             except (ShardboxError, OSError) as error:
                 problem = error.what if isinstance(error, ShardboxError) else f"cannot be read: {error.strerror}"
-            self._roots[path] = (root, problem)
-            if self._stop.is_set():
-                return
+            if root or not self._stop.is_set():
+                self._roots[path] = (root, problem)
 
-    def _contradiction(self, path: str, wanted: Sequence[str]) -> str:
+    @contextlib.contextmanager
+    def _reading(self, path: str, model: ModelConfig, again: bool) -> Iterator[Spend]:
+        """What is to be told of each MiB of a model's files that is read; `readings` has it meanwhile."""
+        parts, said_at = part_paths(path), time.monotonic()
+        work = [*((part, "chunks") for part in parts), *((part, "file") for part in parts if model.sha256)]
+        sizes = [os.path.getsize(part) for part, kind in work if again or self._cache.known(part, kind) is None]
+        reading = Reading(model.name, self._facts.name, sum(sizes))
+
+        def spend(count: int) -> None:
+            nonlocal said_at
+            if self._stop.is_set():
+                raise ShardboxError("reading was stopped", where=path)
+            self.pace(count)
+            reading.add(count)
+            if time.monotonic() - said_at > self.SAY_S:
+                said_at = time.monotonic()
+                log.info("model %s: %s", model.name, copy_text(reading.view()))
+
+        if reading.size:
+            self.readings[path] = reading
+        try:
+            yield spend
+        finally:
+            if self.readings.get(path) is reading:
+                del self.readings[path]
+
+    def _contradiction(self, path: str, wanted: Sequence[str], spend: Spend, again: bool) -> str:
         """Where a part is not what the TOML's `sha256` says; "" where all are."""
         parts = part_paths(path)
         if wanted and len(wanted) != len(parts):
             return f"it has {len(parts)} parts, the TOML's sha256 is of {len(wanted)}"
         for part, said in zip(parts, wanted, strict=False):
-            if (found := self._cache.file_sha256(part)) != said:
+            if (found := self._cache.file_sha256(part, spend, again=again)) != said:
                 return f"{part} has SHA-256 {found[:16]}..., the TOML says {said[:16]}..."
         return ""
 
-    def _content(self, path: str) -> str:
-        """The content hash over all parts; the progress counts on from part to part."""
-        hashes: list[tuple[int, Sequence[str]]] = []
-        for part in part_paths(path):
-
-            def note(count: int, before: int = sum(size for size, _ in hashes)) -> None:
-                self._progress[path] = before + count
-
-            chunks = self._cache.file_hashes(part, progress=note, stop=self._stop.is_set)
-            hashes.append((os.path.getsize(part), chunks))
-        return root_hash(hashes)
-
     def close(self) -> None:
-        """Stop reading; what is finished stays cached."""
+        """Read no model any more; what is finished stays cached."""
         self._stop.set()
+        if self._hasher:
+            self._hasher.join(2.0)  # a disk that hangs holds nobody up
 
 
 ENGINE_ROLES = ("leader", "worker")
@@ -4596,6 +4610,7 @@ GIVE_UP_S = 60.0  # a copy into which nothing came for so long has failed
 OFFER_WAIT_S = 1.0  # how long a giver waits for a chunk of its own to land before it says -1
 MAX_LISTING_BYTES = 32 * MIB
 TRICKLE_BYTES_PER_S = 4 * MIB  # of a copy on a box whose engine is answering
+READ_BYTES_PER_S = 16 * MIB  # to hash what is on the disk there: one core in thirty, or less
 _CHUNK_NUMBER = struct.Struct(">i")
 
 
@@ -4651,25 +4666,16 @@ def pick_chunk(offered: int, handed_out: Sequence[int]) -> int:
     return min(numbers, key=lambda n: (handed_out[n], n), default=-1)
 
 
-def chunk_hash(file: int, start: int, size: int) -> str:
-    """SHA-256 of a part of an open file, of what is there if it is shorter."""
-    found = hashlib.sha256()
-    while size > 0 and (data := os.pread(file, min(size, MIB), start)):
-        found.update(data)
-        start, size = start + len(data), size - len(data)
-    return found.hexdigest()
-
-
 class Pace:
     """What copies may take of this box while its engines answer, or always if a rate is set. Any thread."""
 
-    def __init__(self, limit: int | None, busy: Callable[[], bool]) -> None:
-        """`limit`: bytes a second; 0 for none; None: none but while engines answer."""
-        self._limit, self._busy, self._lock, self._next = limit, busy, threading.Lock(), 0.0
+    def __init__(self, limit: int | None, busy: Callable[[], bool], trickle: int = TRICKLE_BYTES_PER_S) -> None:
+        """`limit`: bytes a second; 0 for none; None: none, but `trickle` while engines answer."""
+        self._limit, self._busy, self._trickle, self._lock, self._next = limit, busy, trickle, threading.Lock(), 0.0
 
     def spend(self, count: int) -> None:
         """Wait until `count` more bytes may have been moved."""
-        rate = self._limit if self._limit is not None else TRICKLE_BYTES_PER_S if self._busy() else 0
+        rate = self._limit if self._limit is not None else self._trickle if self._busy() else 0
         if rate:
             with self._lock:
                 now = time.monotonic()
@@ -4782,7 +4788,7 @@ class Landing:
                 data = os.lseek(file, start, os.SEEK_DATA)
             except OSError as error:  # ENXIO: nothing but a hole from here to the end; else it cannot be told
                 data = start + size if error.errno == errno.ENXIO else start
-            return data < start + size and chunk_hash(file, start, size) == wanted
+            return data < start + size and hash_range(file, start, size) == wanted
 
         mine = [(n, chunk) for n, chunk in enumerate(self.chunks) if chunk[0] == number]
         with ThreadPoolExecutor(os.cpu_count()) as pool:
@@ -5323,7 +5329,7 @@ def pack_file(
     platform: str = "", model: str = "",
 ) -> StickFile:  # fmt: skip
     """Put one file on the stick, in pieces; those that are there already and right stay. Raises FileError, OSError."""
-    hashes = cache.file_hashes(path, progress=lambda _: None, stop=lambda: False)
+    hashes = cache.file_hashes(path)
     with open(path, "rb") as file:
         size, name = os.fstat(file.fileno()).st_size, stick_name(kind, target, platform, names)
         listing = piece_listing(size, hashes)
@@ -7588,6 +7594,7 @@ class Node:
         self._compared: dict[str, float] = {}  # model -> when its ring was last compared with today's plan
         self._offers: dict[str, float] = {}  # model -> since when there has been a better one
         self._surveying, self._moved = asyncio.Lock(), (0.0, 0)
+        self.surveyor.pace = Pace(None, self._is_answering, READ_BYTES_PER_S).spend
         self._loop = asyncio.get_running_loop()
 
     @property
@@ -8106,10 +8113,16 @@ def facts_view(facts: NodeFacts | None, **given: Any) -> PeerView:
     return view_of(PeerView, facts, **sizes, **given)
 
 
+def own_copies(node: Node) -> tuple[CopyView, ...]:
+    """What is being copied to this node, or read on it, and how copies to it ended."""
+    reading = [reading.view() for reading in list(node.surveyor.readings.values())]
+    return (*(copy.view() for copy in node.library.copies.values()), *reading)
+
+
 def all_copies(node: Node) -> tuple[CopyView, ...]:
-    """What is being copied to any node, and how copies to this one ended."""
-    others = [view for peer in node.peers.live() for view in peer.copies if view.state == "copying"]
-    return (*(copy.view() for copy in node.library.copies.values()), *others)
+    """The same of every node, but for what has ended elsewhere."""
+    others = [view for peer in node.peers.live() for view in peer.copies if view.state in ("copying", "reading")]
+    return (*own_copies(node), *others)
 
 
 def wrong_copies(model: ModelConfig, facts: Sequence[NodeFacts]) -> list[str]:
@@ -8782,7 +8795,7 @@ class PeerService:
             desired=dict(node.desired),
             models=tuple(model_view(node, model.name) for model in node.box.config.models),
             leaving=node.stop.is_set(),
-            copies=tuple(copy.view() for copy in node.library.copies.values()),
+            copies=own_copies(node),
             reached=dict(node.reached),
         )
 
@@ -8912,8 +8925,8 @@ class OwnerService:
         return [node.library.pull(model, only, data.get("replace") is True) for model in models]
 
     async def copies(self, request: web.Request) -> Any:
-        """What is on its way to this box, or has come since it is up."""
-        return [copy.view() for copy in self._node.library.copies.values()]
+        """What is on its way to any box or read there, and what has come to this one since it is up."""
+        return all_copies(self._node)
 
     async def verify(self, request: web.Request) -> Any:
         """What every box finds when it reads its copy of a model again: all at once."""
@@ -9190,7 +9203,7 @@ def status_text(snapshot: Snapshot, verbose: bool = True) -> str:
         if view.ranks:
             lines.append(ranks_table(view))
     copies = [f"  {view.model or 'engines'}: {copy_text(view)}" for view in snapshot.copies if view.state != "done"]
-    lines += ["", "copies:", *copies] if copies else []
+    lines += ["", "files:", *copies] if copies else []
     lines += ["", peers_table(snapshot.peers)]
     if snapshot.exits:
         lines += ["", "last exits, newest first:", *(f"  {text}" for text in snapshot.exits)]
@@ -9368,8 +9381,12 @@ class NodeDown(ShardboxError):
     """The node on this box does not run or does not answer."""
 
 
-def ask_node(config: Config, name: str, method: str, path: str, body: Any = None, timeout_s: float = 60.0) -> Any:
-    """What this box's node answers to its owner. Raises ShardboxError, also when it is not running."""
+def ask_node(
+    config: Config, name: str, method: str, path: str, body: Any = None, timeout_s: float = 60.0,
+    meanwhile: Callable[[], None] | None = None,
+) -> Any:  # fmt: skip
+    """What this box's node answers to its owner; `meanwhile` is called while it thinks, about twice a second. Raises
+    ShardboxError, also when it is not running."""
     from http.client import HTTPConnection, HTTPException  # with what it imports, too slow for `status`
 
     connection = HTTPConnection("shardbox")
@@ -9379,6 +9396,8 @@ def ask_node(config: Config, name: str, method: str, path: str, body: Any = None
         with short_socket_path(control_path(state_folder(config.cluster.name, name))) as short:
             connection.sock.connect(short)
         connection.request(method, path, json.dumps(body) if body is not None else None)
+        while meanwhile and not select.select([connection.sock], [], [], 0.5)[0]:
+            meanwhile()
         reply = connection.getresponse()
         data = json.loads(reply.read())
     except (FileNotFoundError, ConnectionRefusedError):
@@ -9703,17 +9722,18 @@ def live_facts(config: Config, name: str) -> list[NodeFacts]:
 
 
 def survey_once(config: Config, name: str) -> NodeFacts:
-    """This box's facts, without a running node; model files are not hashed."""
+    """This box's facts, without a running node; no model file is read."""
     folder = state_folder(config.cluster.name, name)
     try:
         os.makedirs(folder, mode=0o700, exist_ok=True)
     except OSError as error:
         hint = "run as the user who runs `up`, or set SHARDBOX_STATE"
         raise UsageError(f"cannot be written: {error.strerror}", where=folder, hint=hint) from None
-    with contextlib.closing(Surveyor(config, name, folder, isolation_problem())) as surveyor:
-        if surveyor.speedometer.is_alive():
-            surveyor.speedometer.join()
-        return surveyor.survey(own_bytes=0)
+    surveyor = Surveyor(config, name, folder, isolation_problem())
+    surveyor.close()
+    if surveyor.speedometer.is_alive():
+        surveyor.speedometer.join()
+    return surveyor.survey(own_bytes=0)
 
 
 def read_facts(path: str) -> list[NodeFacts]:
@@ -9774,6 +9794,12 @@ def cmd_stop(**settings: str) -> int:
     return cmd_start(**settings, wanted=False)
 
 
+def node_copies(config: Config, name: str, *, reading: bool) -> list[CopyView]:
+    """What this box's node knows to be read on any box, or to be copied."""
+    views = [from_json(CopyView, item, "copies") for item in ask_node(config, name, "GET", "/copies")]
+    return [view for view in views if (view.state == "reading") == reading]
+
+
 @with_config
 def cmd_pull(config: Config, name: str, model: str, giver: str, over: bool) -> int:
     """Fetch a model, or all that the TOML names, from the boxes that have it to this one."""
@@ -9783,9 +9809,8 @@ def cmd_pull(config: Config, name: str, model: str, giver: str, over: bool) -> i
     try:
         while any(view.state == "copying" for view in views):
             time.sleep(0.3)
-            found = [from_json(CopyView, item, "copies") for item in ask_node(config, name, "GET", "/copies")]
-            views = [next(new for new in found if new.model == view.model) if view.state == "copying" else view
-                     for view in views]  # fmt: skip
+            found = {view.model: view for view in node_copies(config, name, reading=False) if view.node == name}
+            views = [found[view.model] if view.state == "copying" else view for view in views]
             now = [view for view in views if view.state == "copying"]
             size, done = sum(view.size_bytes for view in views), sum(view.done_bytes for view in views)
             meter.show(done / max(1, size), "; ".join(f"{view.model}: {copy_text(view)}" for view in now))
@@ -9824,10 +9849,12 @@ def copy_state(copy: ModelFacts, common: str) -> str:
     """One word or two for `models`."""
     if copy.receiving:
         return "copying"
+    if copy.hashed_bytes:
+        return f"reading, {100 * copy.hashed_bytes // max(1, copy.size_bytes)} %"
     if copy.problem:
         return "damaged" if copy.path else "missing"
     if not copy.root:
-        return f"reading, {100 * copy.hashed_bytes // max(1, copy.size_bytes)} %" if copy.hashed_bytes else "not read"
+        return "not read"
     return "whole" if copy.root == common else "other bytes"
 
 
@@ -9855,8 +9882,15 @@ def prune_models(config: Config, name: str, yes: bool) -> int:
 @with_config
 def cmd_verify(config: Config, name: str, model: str) -> int:
     """Read a model again on all boxes at once, and say whose copy is not right."""
-    query = urllib.parse.urlencode({"model": model})
-    found = ask_node(config, name, "GET", f"/verify?{query}", timeout_s=VERIFY_TIMEOUT_S)
+    query, own, meter = urllib.parse.urlencode({"model": model}), config.model(model), Meter()
+
+    def show() -> None:
+        views = [view for view in node_copies(config, name, reading=True) if own and view.model == own.name]
+        share = sum(view.done_bytes for view in views) / max(1, sum(view.size_bytes for view in views))
+        meter.show(share, "; ".join(map(copy_text, views)))
+
+    found = ask_node(config, name, "GET", f"/verify?{query}", timeout_s=VERIFY_TIMEOUT_S, meanwhile=show)
+    meter.end(f"{model}: read on {len(found)} boxes")
     votes = Counter[str]()
     for entry in found.values():
         if entry.get("root") and not entry["problem"]:

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hosts import Host, Lan, eventually, hosts, why_no_hosts
+from hosts import Host, Lan, eventually, hosts, shardbox_command, why_no_hosts
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from models import write_model
@@ -27,6 +27,7 @@ from models import write_model
 from shardbox import (
     CHUNK_BYTES,
     MIB,
+    READ_BYTES_PER_S,
     ROLE_BINARIES,
     SILENT_S,
     Copy,
@@ -64,10 +65,8 @@ def noise(path: Path, size: int = SIZE, seed: int = 1) -> Path:
 
 def listing_of(*paths: Path) -> Listing:
     """As the holder of these files lists them."""
-    with contextlib.ExitStack():
-        cache = HashCache(str(paths[0].parent))
-        read = functools.partial(cache.file_hashes, progress=lambda _: None, stop=lambda: False)
-        return Listing(files=tuple(ListedFile(name=p.name, size=p.stat().st_size, hashes=read(str(p))) for p in paths))
+    read = HashCache(str(paths[0].parent)).file_hashes
+    return Listing(files=tuple(ListedFile(name=p.name, size=p.stat().st_size, hashes=read(str(p))) for p in paths))
 
 
 class Hooked(Pace):
@@ -475,8 +474,11 @@ def test_box_without_the_model_fetches_it_before_the_ring_forms(hosts: MakeLan) 
         alpha, beta = lan.up("alpha", "beta")
         whole = write_model(file_of(alpha), SIZE).read_bytes()
 
-        seen = alpha.wait_status(lambda snapshot: snapshot.copies or serves(snapshot), "beta is copying")
-        assert serves(seen) or (seen.copies[0].node, seen.copies[0].model) == ("beta", "tiny")
+        def on_way(snapshot: Snapshot) -> set[tuple[str, str]]:
+            return {(view.node, view.model) for view in snapshot.copies if view.state == "copying"}
+
+        seen = alpha.wait_status(lambda snapshot: on_way(snapshot) or serves(snapshot), "beta is copying")
+        assert serves(seen) or on_way(seen) == {("beta", "tiny")}
         alpha.wait_status(serves, "the ring serves", 90)
 
         assert file_of(beta).read_bytes() == whole
@@ -500,9 +502,9 @@ def pair(hosts: MakeLan) -> Iterator[Lan]:
         yield lan
 
 
-def states(host: Host) -> dict[str, str]:
+def states(host: Host, model: str = "tiny") -> dict[str, str]:
     """What `models` says of each node's copy."""
-    lines = host.run("models").stdout.splitlines()[1:]
+    lines = [line for line in host.run("models").stdout.splitlines() if line.startswith(model)]
     return {line.split()[1]: line.split("  ")[2].strip() for line in (re.sub(r" {2,}", "  ", line) for line in lines)}
 
 
@@ -555,6 +557,59 @@ def test_verify_names_the_box_whose_copy_has_rotted_and_only_replace_mends_it(pa
     assert beta.run("pull", "tiny", "--replace").returncode == 0
     assert file_of(beta).read_bytes() == file_of(alpha).read_bytes()
     assert alpha.run("verify", "tiny").returncode == 0
+
+
+@pytest.mark.namespaces
+def test_reading_is_told_by_status_and_models_and_goes_slowly_while_a_ring_answers(hosts: MakeLan) -> None:
+    more = '[[models]]\nname = "large"\npath = "models/large.gguf"\nautostart = false'
+    with hosts(toml(("alpha", "beta"), more), ("alpha", "beta")) as lan:
+        at_home(lan)
+        for host in lan.hosts.values():
+            write_model(file_of(host), MIB)
+        alpha, beta = lan.up("alpha", "beta")
+        alpha.wait_status(serves, "the ring serves", 90)
+        size = write_model(beta.folder / "models/large.gguf", 6 * CHUNK_BYTES).stat().st_size
+        ended = threading.Event()
+
+        def ask_on() -> None:
+            body = {"model": "tiny", "messages": [{"role": "user", "content": "hello"}], "max_tokens": 200}
+            while not ended.is_set():
+                alpha.http("POST", "/v1/chat/completions", body)
+
+        asking = threading.Thread(target=ask_on)
+        asking.start()
+        try:
+            eventually(lambda: states(alpha, "large")["beta"].startswith("reading, "), "`models` tells of it")
+            seen = alpha.wait_status(lambda found: any(view.bytes_per_s for view in found.copies), "status does")
+            text = alpha.run("status").stdout
+        finally:
+            ended.set()
+            asking.join()
+        (view,) = seen.copies
+        assert (view.state, view.model, view.node, view.size_bytes) == ("reading", "large", "beta", size)
+        assert view.bytes_per_s < 1.5 * READ_BYTES_PER_S
+        assert re.search(r"large: beta has read \d+ % of 96.* MiB, .*/s, .* left", text), text
+        assert beta.run("verify", "large").returncode == 1  # alpha has none
+        assert states(alpha, "large") == {"alpha": "missing", "beta": "whole"}
+
+
+@pytest.mark.namespaces
+def test_verify_shows_a_bar_on_a_terminal_and_only_the_findings_in_a_pipe(pair: Lan) -> None:
+    alpha = pair.hosts["alpha"]
+    near, far = os.openpty()
+    with open(near, "rb", buffering=0) as screen:
+        process = subprocess.Popen(
+            alpha.command(*shardbox_command(), "verify", "tiny"), env=alpha.environment(), stdout=far, stderr=far
+        )
+        os.close(far)
+        shown = bytearray()
+        with contextlib.suppress(OSError):  # EIO: nobody holds the other end any more
+            while data := screen.read(4096):
+                shown += data
+        assert process.wait(30) == 0
+    assert "tiny: read on 2 boxes" in shown.decode() and "alpha: right" in shown.decode()
+    lines = alpha.run("verify", "tiny").stdout.splitlines()
+    assert [line.split(",")[0] for line in lines] == ["alpha: right", "beta: right"]
 
 
 @pytest.mark.namespaces

@@ -23,7 +23,8 @@ from shardbox import (
     ModelShape,
     NodeConfig,
     NodeFacts,
-    plan_model,
+    PlanError,
+    plan_all,
 )
 
 NODES = Path(__file__).parent / "nodes"
@@ -107,6 +108,14 @@ def config(*models: ModelConfig, nodes: Sequence[NodeConfig] = (), **more: Any) 
         "models": models or (model_config(),),
     }
     return Config(**{**fields, **more})
+
+
+def plan_model(given: Config, model: ModelConfig, facts: Sequence[NodeFacts]) -> ModelPlan:
+    """The plan for one model, as if it was the only one. Raises PlanError."""
+    found = plan_all(replace(given, models=(model,)), facts)[model.name]
+    if isinstance(found, PlanError):
+        raise found
+    return replace(found, block=given.models.index(model))
 
 
 def ring_plan(*windows: int, block: int = 0, slots: int = 1) -> ModelPlan:

@@ -13,7 +13,19 @@ from typing import Any
 import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
-from samples import BINARIES, box, card, config, copy_of, model_config, recorded, ring_plan, shape, without_leader
+from samples import (
+    BINARIES,
+    box,
+    card,
+    config,
+    copy_of,
+    model_config,
+    plan_model,
+    recorded,
+    ring_plan,
+    shape,
+    without_leader,
+)
 
 from shardbox import (
     ENGINE_BASE_BYTES,
@@ -47,7 +59,6 @@ from shardbox import (
     node_room,
     parse_config,
     plan_all,
-    plan_model,
     rehearsed_shape,
     ring_order,
     segments,
@@ -145,7 +156,7 @@ def test_plan_ring_layers_follow_the_memory() -> None:
     for rank, size in zip(found.ranks, (4, 2, 1), strict=True):
         assert rank.window == pytest.approx(60 * size / 7, abs=3)
     assert [rank.first_layer for rank in found.ranks] == [
-        pieces[0][0] for pieces in segments([rank.window for rank in found.ranks], 60)
+        held[0] for held in segments([rank.window for rank in found.ranks], 60)
     ]
 
 
@@ -910,10 +921,9 @@ def test_largest_remainder_splits_exactly_and_fairly(total: int, weights: list[i
 
 @given(st.lists(st.integers(1, 20), min_size=1, max_size=32))
 def test_segments_cover_every_layer_once(windows: list[int]) -> None:
-    covered = [
-        n for its in segments(windows, sum(windows)) for first, count in its for n in range(first, first + count)
-    ]
-    assert sorted(covered) == list(range(sum(windows)))
+    held = segments(windows, sum(windows))
+    assert [len(layers) for layers in held] == windows
+    assert sorted(itertools.chain(*held)) == list(range(sum(windows)))
 
 
 @st.composite
@@ -963,21 +973,20 @@ def test_plan_of_any_cluster_keeps_its_promises(
     assert 1 <= found.world <= 32
     assert [rank.rank for rank in found.ranks] == list(range(found.world))
     assert len(set(layers(found))) == found.world
-    pieces = segments([rank.window for rank in found.ranks], found.layers)
-    covered = sorted(n for its in pieces for first, count in its for n in range(first, first + count))
-    assert covered == list(range(found.layers))
-    assert [rank.layers for rank in found.ranks] == [sum(count for _, count in its) for its in pieces]
-    assert found.cycles == max(len(its) for its in pieces)
+    held = segments([rank.window for rank in found.ranks], found.layers)
+    assert sorted(itertools.chain(*held)) == list(range(found.layers))
+    assert [rank.layers for rank in found.ranks] == list(map(len, held))
+    assert found.cycles == max(-(-rank.layers // rank.window) for rank in found.ranks)
     assert (found.paged_bytes == 0) or entry.overcommit
     by_name = {node.name: node for node in facts}
     for rank in found.ranks:
         assert rank.window > 0
         assert rank.free_bytes >= 0
         room = node_room(settings_.node(rank.node), by_name[rank.node])
-        held = rank.weights_bytes + rank.kv_bytes + rank.buffer_bytes - rank.paged_bytes
-        assert held - rank.gpu_bytes <= room.ram_bytes
+        kept = rank.weights_bytes + rank.kv_bytes + rank.buffer_bytes - rank.paged_bytes
+        assert kept - rank.gpu_bytes <= room.ram_bytes
         assert rank.gpu_bytes <= room.gpu_bytes
-        assert rank.free_bytes in (0, room.ram_bytes - held + rank.gpu_bytes)
+        assert rank.free_bytes in (0, room.ram_bytes - kept + rank.gpu_bytes)
         assert rank.kv_bytes + rank.buffer_bytes <= room.total_bytes
     assert by_name[found.leader].binary("leader").problem == ""
     assert set(layers(found)) | set(found.left_out) == set(by_name)

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from samples import box, config, model_config, ring_plan, shape
+from samples import box, config, model_config, plan_model, ring_plan, shape
 
 from shardbox import (
     CRITICAL,
@@ -28,7 +28,6 @@ from shardbox import (
     judge,
     judge_model,
     peers_table,
-    plan_model,
     plan_text,
     ranks_table,
     status_line,
