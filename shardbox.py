@@ -25,12 +25,14 @@ Sections, top to bottom; none uses a later one:
     14 rehearsal         an engine without a model, which speaks as Prima does
     15 peers             which nodes are there, which of them live, and the ways to them
     16 ranks             this node's engines, from a lease to the last log line
-    17 rings             those that this node leads
+    17 rings             those that this node leads, and when it forms one
     18 node              one `shardbox up`, which holds all of this together
     19 endpoint          the OpenAI API on every node
     20 control           the owner's socket, the peers' service, the status socket
     21 status            Snapshot -> exit code, one line for a pager, tables (pure)
-    22 command line      each command returns its exit code; only main() ends the program
+    22 running           configuration, names and secrets; `up`, its end, and asking this box's node
+    23 commands          what a person types; each returns its exit code
+    24 program           what it was built from, its demo, click's options; only main() ends it
 """
 
 from __future__ import annotations
@@ -6291,9 +6293,15 @@ def new_event() -> asyncio.Event:
 
 
 def keep_task(tasks: set[asyncio.Task[None]], work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
-    """Run it beside everything else; `tasks` holds it until it ends, as the event loop does not."""
+    """Run it beside everything else; `tasks` holds it until it ends, as the event loop does not. It logs a bug."""
+
+    def ended(task: asyncio.Task[None]) -> None:
+        tasks.discard(task)
+        if not task.cancelled() and (bug := task.exception()):
+            log.error("bug in a background task", exc_info=bug)
+
     tasks.add(task := asyncio.get_running_loop().create_task(work))
-    task.add_done_callback(tasks.discard)
+    task.add_done_callback(ended)
     return task
 
 
@@ -6411,12 +6419,7 @@ class Peer:
 
     name: str
     hints: dict[tuple[str, int], Hint] = dataclasses.field(default_factory=dict)  # the one heard last is last
-    facts: NodeFacts | None = None
-    facts_digest: str = ""
-    models: tuple[ModelView, ...] = ()
-    copies: tuple[CopyView, ...] = ()
-    reached: dict[str, tuple[int, ...]] = dataclasses.field(default_factory=dict)  # from there: see Node.reached
-    leaving: bool = False
+    said: PeerState = PeerState()  # its last answer, always with facts
     target: Target | None = None
     source: str = ""
     rtt_ms: float = 0.0
@@ -6426,6 +6429,11 @@ class Peer:
     twin: str = ""  # another machine that calls itself the same
     news: asyncio.Event = dataclasses.field(default_factory=new_event)  # ask it now
     following: asyncio.Task[None] | None = None
+
+    @property
+    def facts(self) -> NodeFacts | None:
+        """What it said of itself; None: it never answered."""
+        return self.said.facts
 
 
 class Peers:
@@ -6466,9 +6474,14 @@ class Peers:
             self.known[name].news.set()
 
     def live(self) -> list[Peer]:
-        """Peers that answered within LOST_S."""
-        now = time.monotonic()
-        return [peer for peer in list(self.known.values()) if peer.facts and now - peer.last_seen <= LOST_S]
+        """Other nodes that answered within LOST_S."""
+        since, own = time.monotonic() - LOST_S, self._box.name
+        return [p for p in list(self.known.values()) if p.facts and p.last_seen >= since and p.name != own]
+
+    def all_facts(self) -> list[NodeFacts]:
+        """This node's facts and those of every live peer that stays."""
+        others = [peer.facts for peer in self.live() if not peer.said.leaving]
+        return [self._box.facts, *filter(None, others)]
 
     def silent_s(self, name: str) -> float:
         """Since when a node that was heard has not been."""
@@ -6530,6 +6543,16 @@ class Peers:
         what, hint = str(said.get("what") or f"answered {reply.status}"), str(said.get("hint") or "")
         raise MeshError(what, kind=kind, where=target[0], hint=hint)
 
+    async def call_all(self, method: str, path: str, timeout_s: float = CALL_TIMEOUT_S) -> dict[str, Any]:
+        """What every live node answers, all asked at once: JSON, or the ShardboxError that says why it does not."""
+        names = [peer.name for peer in self.live()]
+        calls = (self.call(name, method, path, timeout_s=timeout_s) for name in names)
+        answers = await asyncio.gather(*calls, return_exceptions=True)
+        for answer in answers:
+            if isinstance(answer, BaseException) and not isinstance(answer, ShardboxError):
+                raise answer
+        return dict(zip(names, answers, strict=True))
+
     async def _follow(self, peer: Peer) -> None:
         while True:
             peer.news.clear()
@@ -6556,7 +6579,7 @@ class Peers:
     async def _ask_at(self, peer: Peer, hint: Hint) -> None:
         """One question at one address; one that is in time for finding the peer lost. Raises ShardboxError."""
         started, uptime_s = time.monotonic(), time.monotonic() - self._box.started
-        hello = {"machine": self._box.facts.machine, "uptime": f"{uptime_s:.3f}", "have": peer.facts_digest}
+        hello = {"machine": self._box.facts.machine, "uptime": f"{uptime_s:.3f}", "have": peer.said.digest}
         path = f"/peer/state?{urllib.parse.urlencode(hello)}"
         left_s = LOST_S - self.silent_s(peer.name)
         timeout_s = left_s if ATTEMPT_S < left_s < CALL_TIMEOUT_S else CALL_TIMEOUT_S
@@ -6573,7 +6596,6 @@ class Peers:
         now, known = time.monotonic(), peer.facts
         facts = state.facts or known
         if facts is None:
-            peer.facts_digest = ""
             raise MessageError("sent no facts", where=peer.name)
         if facts.protocol != PROTOCOL:
             what = f"speaks protocol {facts.protocol}, this box {PROTOCOL} (shardbox {facts.version})"
@@ -6585,10 +6607,9 @@ class Peers:
             return  # an older start of the same node, late
         rtt_ms = (now - started) * 1000
         peer.rtt_ms = rtt_ms if not peer.rtt_ms else min(rtt_ms, 0.8 * peer.rtt_ms + 0.2 * rtt_ms)
-        peer.facts, peer.facts_digest, peer.models, peer.reached = facts, state.digest, state.models, state.reached
-        peer.copies = state.copies
+        peer.said = replace(state, facts=facts)
         peer.target, peer.source = (peer.name, hint.address, hint.port), hint.source
-        peer.last_seen, peer.problem, peer.leaving = now, "", state.leaving
+        peer.last_seen, peer.problem = now, ""
         peer.wall_skew_s = state.wall - time.time() if state.wall else 0.0
         if peer.name == self._box.name and facts.machine != self._box.facts.machine:
             self._end_younger(facts.machine, state.uptime)
@@ -6824,7 +6845,7 @@ class Library:
     def pull(self, model: ModelConfig, only: str, replace: bool) -> CopyView:
         """Fetch a model as an operator asks, unless it is here. Raises FileError where no other box has it, or where
         those who have it disagree."""
-        facts = [peer.facts for peer in self._peers.live() if peer.facts and peer.name != self._box.name]
+        facts = [peer.facts for peer in self._peers.live() if peer.facts]
         copies = {node.name: node.model(model.name) for node in facts if only in ("", node.name)}
         whole = {name: copy for name, copy in copies.items() if copy.root and not copy.problem}
         where = f"model {model.name}"
@@ -6921,7 +6942,7 @@ class Library:
         """Live nodes that have a content, those that have only some of it last. Any thread."""
         found = {}
         for peer in self._peers.live():
-            if peer.facts is None or peer.name == self._box.name:
+            if peer.facts is None:
                 continue
             whole = {copy.root for copy in peer.facts.models if not copy.problem} | {peer.facts.engine_root}
             if root in whole or root in {copy.receiving for copy in peer.facts.models}:
@@ -6957,23 +6978,66 @@ class Library:
             copy.cancel()
 
 
+def engine_command(box: Box, run: RankRun, mark: str) -> tuple[list[str], dict[str, str]]:
+    """The engine's argv and environment."""
+    role, extra = run.wiring.role, {MARK: mark}
+    if box.rehearses:
+        shape = {key: getattr(run.plan.shape, key) for key in ("layers", "width", "vocab")}
+        extra["SHARDBOX_REHEARSE"] = json.dumps({**shape, "name": run.plan.model})
+        argv = [*self_command(), "rehearse", ROLE_BINARIES[role]]
+    else:
+        argv = [box.facts.binary(role).path]
+    engine = box.settings.engine
+    engine = replace(engine, lib=engine_places(box.config, box.settings, box.folder)[1])
+    return [*argv, *run.wiring.args], engine_environment(os.environ, engine, extra)
+
+
+def engine_session(box: Box, run: RankRun) -> aiohttp.ClientSession:
+    """An HTTP client of the leader's engine."""
+    engine, port = run.engine, run.wiring.http_port
+    assert engine is not None
+    return dialled_session(lambda _: engine.connect(port, 5.0), box.pool)
+
+
+async def settle(box: Box, run: RankRun) -> None:
+    """Wait until the slots of a leader, whose requests were dropped, are free: told to end while tokens flow, Prima
+    aborts without passing STOP (measured, bdf9d8e7)."""
+    deadline = time.monotonic() + TERM_S
+    async with engine_session(box, run) as session:
+        while time.monotonic() < deadline and not run.exited.is_set():
+            with contextlib.suppress(aiohttp.ClientError, OSError, ValueError, TimeoutError):
+                async with asyncio.timeout(1.0), session.get("http://engine/slots") as reply:
+                    if not any(slot.get("state") for slot in await reply.json(content_type=None)):
+                        return
+            await asyncio.sleep(0.1)
+
+
+async def end_engine(box: Box, run: RankRun, engine: EngineProcess, orderly: bool) -> None:
+    """The ladder of signals. In a whole ring only the leader is told: it passes STOP round."""
+    if orderly and run.session is not None:
+        await settle(box, run)
+    steps: list[tuple[int, float]] = [(signal.SIGTERM, TERM_S), (signal.SIGKILL, TERM_S)]
+    if orderly and run.plan.world > 1 and run.rank > 0:
+        steps.insert(0, (0, RING_STOP_S))
+    for signum, wait_s in steps:
+        if signum:
+            engine.signal(signum)
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(run.exited.wait(), wait_s)
+            return
+
+
 class RankHost:
     """Grants leases, starts engines with their wires, and stops them. All in the event loop but `open_service`."""
 
-    def __init__(
-        self,
-        box: Box,
-        spawner: Spawner,
-        peers: Peers,
-        library: Library,
-        on_trouble: Callable[[RankRun, str, str], None],
-    ) -> None:
+    def __init__(self, box: Box, spawner: Spawner, peers: Peers, library: Library,
+                 on_trouble: Callable[[RankRun, str, str], None]) -> None:  # fmt: skip
         self.runs: dict[str, RankRun] = {}  # by model
-        self._library = library
         self.exits: collections.deque[str] = collections.deque(maxlen=8)
         self._claims: dict[str, Lease] = {}  # which proposer may form a ring now, by model
         self._mark = secrets.token_hex(16)
-        self._box, self._spawner, self._peers, self._on_trouble = box, spawner, peers, on_trouble
+        self._box, self._spawner, self._peers, self._library = box, spawner, peers, library
+        self._on_trouble, self._loop = on_trouble, asyncio.get_running_loop()
         self._record()
 
     async def answer(self, verb: str, body: Mapping[str, Any], proposer: str) -> Any:
@@ -7008,26 +7072,26 @@ class RankHost:
     async def _prepare(self, plan: ModelPlan, generation: str, proposer: str, expect: Expected) -> None:
         """Grant the lease for this node's rank after checking what only this node can check."""
         name, box = plan.model, self._box
-        mine, held = plan.rank_of(box.name), self.runs.get(name)
+        mine, where = plan.rank_of(box.name), f"model {name}"
         if mine is None and box.config.model(name) is None:
             return  # its TOML is not as new as the proposer's
         model = box.model(name)
         numbered = [rank.rank for rank in plan.ranks] == [*range(plan.world)]
         layers = sum(rank.layers for rank in plan.ranks)
         if not plan.ranks or not numbered or layers != plan.layers or plan.leader != proposer:
-            raise PlanError("the proposed plan contradicts itself", where=f"model {name}")
-        if box.stop.is_set() and plan.rank_of(box.name):
-            raise PlanError(f"{box.name} goes down", where=f"model {name}")
+            raise PlanError("the proposed plan contradicts itself", where=where)
+        if mine and box.stop.is_set():
+            raise PlanError(f"{box.name} goes down", where=where)
         copy = box.facts.model(name)
-        reads = plan.rank_of(box.name) and copy.root and not box.rehearses
+        reads = mine and copy.root and not box.rehearses
         if reads and not await box.in_thread(self._library.still_here, copy.root):
             raise GgufError("has changed, and is being read again", where=f"{box.name}: {copy.path}")
         lend = functools.partial(grant, model=name, proposer=proposer, generation=generation, now=time.monotonic())
-        claim = self._claims.get(name)
+        held, claim = self.runs.get(name), self._claims.get(name)
         self._claims[name] = lend(claim if claim and claim.proposer != proposer else None)
         if mine is None:  # a consent: nobody else will be granted this model while the ring forms
             if held and held.ending is None and held.lease.proposer != proposer:
-                raise PlanError(f"{box.name} is in a ring of {held.lease.proposer}", where=f"model {name}")
+                raise PlanError(f"{box.name} is in a ring of {held.lease.proposer}", where=where)
             return
         if held and (held.lease.proposer, held.lease.generation) == (proposer, generation):
             held.lease = lend(held.lease)
@@ -7040,19 +7104,19 @@ class RankHost:
         path = copy.path or os.path.join(box.config.folder, model.path)
         ports, engine = box.settings.ports, box.settings.engine
         wiring = wire_rank(plan, mine.rank, ports=ports, engine=engine, model=model, path=path)
-        self.runs[name] = RankRun(lease=lend(None), plan=plan, rank=mine.rank, wiring=wiring, started_as=model)
-        self.runs[name].oom_kills = oom_kills() or 0
+        parts: dict[str, Any] = {"plan": plan, "rank": mine.rank, "wiring": wiring, "started_as": model}
+        self.runs[name] = RankRun(lease=lend(None), oom_kills=oom_kills() or 0, **parts)
 
     async def _launch(self, run: RankRun) -> None:
         """Start the engine, and its wires as the far ranks come up; once, however often it is asked for."""
         if run.starting is None and run.ending is None:
             run.phase = "starting"
-            run.starting = asyncio.get_running_loop().create_task(self._start(run))
+            run.starting = self._loop.create_task(self._start(run))
         if run.starting is not None:
             await asyncio.shield(run.starting)  # a caller that goes away must not leave half a start
 
     async def _start(self, run: RankRun) -> None:
-        box, loop = self._box, asyncio.get_running_loop()
+        box = self._box
         problem, wish = box.facts.isolation, box.settings.engine.isolate
         isolate = wish != "never" and not problem
         if wish == "always" and problem:
@@ -7061,7 +7125,7 @@ class RankHost:
         run.isolation_problem = problem if wish == "auto" else ""
         if not isolate:
             await box.in_thread(check_ports_free, run.wiring)
-        argv, env = self._command(run)
+        argv, env = engine_command(box, run, self._mark)
         work = os.path.join(box.folder, "work")
         os.makedirs(work, exist_ok=True)
         engine = await box.in_thread(self._spawner.spawn, argv=argv, env=env, cwd=work, isolate=isolate)
@@ -7069,12 +7133,12 @@ class RankHost:
         run.log = CappedLog(self.log_path(run.plan.model), engine.output)
         self._record()
         if run.rank == 0:
-            run.session = self._engine_session(run)
+            run.session = engine_session(box, run)
 
         def wait_exit() -> None:
             code = engine.wait_exit()
             with contextlib.suppress(RuntimeError):  # the loop is closed: the node is ending
-                loop.call_soon_threadsafe(self._on_exit, run, code)
+                self._loop.call_soon_threadsafe(self._on_exit, run, code)
 
         threading.Thread(target=wait_exit, daemon=True, name=f"exit-{engine.pid}").start()
         if run.ending is None:
@@ -7082,27 +7146,9 @@ class RankHost:
             for node in sorted({route.node for route in run.wiring.routes}):
                 keep_task(run.tasks, self._open_wires(run, engine, node))
 
-    def _engine_session(self, run: RankRun) -> aiohttp.ClientSession:
-        engine, port = run.engine, run.wiring.http_port
-        assert engine is not None
-        return dialled_session(lambda _: engine.connect(port, 5.0), self._box.pool)
-
     def log_path(self, model: str) -> str:
         """Where this node keeps the engine's output for a model."""
         return os.path.join(self._box.folder, "logs", f"{urllib.parse.quote(model, safe='')}.log")
-
-    def _command(self, run: RankRun) -> tuple[list[str], dict[str, str]]:
-        """The engine's argv and environment."""
-        box, role, extra = self._box, run.wiring.role, {MARK: self._mark}
-        if box.rehearses:
-            shape = {key: getattr(run.plan.shape, key) for key in ("layers", "width", "vocab")}
-            extra["SHARDBOX_REHEARSE"] = json.dumps({**shape, "name": run.plan.model})
-            argv = [*self_command(), "rehearse", ROLE_BINARIES[role]]
-        else:
-            argv = [box.facts.binary(role).path]
-        engine = box.settings.engine
-        engine = replace(engine, lib=engine_places(box.config, box.settings, box.folder)[1])
-        return [*argv, *run.wiring.args], engine_environment(os.environ, engine, extra)
 
     def _on_exit(self, run: RankRun, code: int) -> None:
         run.exit_code = code
@@ -7147,14 +7193,13 @@ class RankHost:
                 bound = (await self._peers.call(node, "GET", f"/peer/bound?{query}", None, 15.0)).get("bound", False)
             except ShardboxError:
                 await asyncio.sleep(0.2)
-        loop = asyncio.get_running_loop()
         for route in run.wiring.routes:
             if route.node != node or run.exited.is_set():
                 continue
             service = f"{route.kind}/{urllib.parse.quote(model, safe='')}/{generation}/{run.rank}/{route.rank}"
             dial = functools.partial(self._peers.dial, node, service)
             text = f"{route.kind} wire from {self._box.name} to rank {route.rank} ({route.node}) broke"
-            alarm = functools.partial(self._alarm, loop, run, text)
+            alarm = functools.partial(self._alarm, run, text)
             try:
                 listener = await self._box.in_thread(engine.listen, route.port)
             except OSError as error:
@@ -7164,7 +7209,7 @@ class RankHost:
             on_trouble = alarm if route.kind == "data" else lambda _: None
             run.wires.append((route, Wire(listener=listener, dial=dial, stats=WireStats(), on_trouble=on_trouble)))
 
-    def _alarm(self, loop: asyncio.AbstractEventLoop, run: RankRun, what: str, reason: str) -> None:
+    def _alarm(self, run: RankRun, what: str, reason: str) -> None:
         """Tell of trouble with a wire, unless the engine says more in the meantime. Any thread."""
 
         def tell() -> None:
@@ -7173,7 +7218,7 @@ class RankHost:
 
         if run.works:
             with contextlib.suppress(RuntimeError):  # the loop is closed: the node is ending
-                loop.call_soon_threadsafe(loop.call_later, WIRE_GRACE_S, tell)
+                self._loop.call_soon_threadsafe(self._loop.call_later, WIRE_GRACE_S, tell)
 
     def open_service(self, peer: str, service: str) -> tuple[socket.socket, WireStats]:
         """The engine's side of a wire that `peer` dialled; in a mesh thread. Raises MeshError to refuse."""
@@ -7193,7 +7238,7 @@ class RankHost:
         """Stop this rank's engine and take its wires down; it is gone when this returns. Idempotent."""
         if run.ending is None:
             run.phase = "stopping"
-            run.ending = asyncio.get_running_loop().create_task(self._end(run, orderly))
+            run.ending = self._loop.create_task(self._end(run, orderly))
         await asyncio.shield(run.ending)
 
     async def _end(self, run: RankRun, orderly: bool) -> None:
@@ -7204,37 +7249,11 @@ class RankHost:
         if run.session is not None:  # who waits for an answer need not wait for the engine's end
             await run.session.close()
         if run.engine is not None and not run.exited.is_set():
-            await self._end_engine(run, run.engine, orderly)
+            await end_engine(self._box, run, run.engine, orderly)
         await self._box.in_thread(run.close)
         if self.runs.get(run.plan.model) is run:
             del self.runs[run.plan.model]
         self._record()
-
-    async def _end_engine(self, run: RankRun, engine: EngineProcess, orderly: bool) -> None:
-        """The ladder of signals. In a whole ring only the leader is told: it passes STOP round."""
-        if orderly and run.session is not None:
-            await self._settle(run)
-        steps: list[tuple[int, float]] = [(signal.SIGTERM, TERM_S), (signal.SIGKILL, TERM_S)]
-        if orderly and run.plan.world > 1 and run.rank > 0:
-            steps.insert(0, (0, RING_STOP_S))
-        for signum, wait_s in steps:
-            if signum:
-                engine.signal(signum)
-            with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(run.exited.wait(), wait_s)
-                return
-
-    async def _settle(self, run: RankRun) -> None:
-        """Wait until the slots of a leader, whose requests were dropped, are free: told to end while tokens flow, Prima
-        aborts without passing STOP (measured, bdf9d8e7)."""
-        deadline = time.monotonic() + TERM_S
-        async with self._engine_session(run) as session:
-            while time.monotonic() < deadline and not run.exited.is_set():
-                with contextlib.suppress(aiohttp.ClientError, OSError, ValueError, TimeoutError):
-                    async with asyncio.timeout(1.0), session.get("http://engine/slots") as reply:
-                        if not any(slot.get("state") for slot in await reply.json(content_type=None)):
-                            return
-                await asyncio.sleep(0.1)
 
     async def reap(self) -> None:
         """Stop what no proposer has asked about for LEASE_S."""
@@ -7272,10 +7291,12 @@ class RankHost:
 
 
 # ======================================================================================================
-# 17. Rings: those that this node leads; the state machine's effects become calls
+# 17. Rings: those that this node leads: the state machine's effects become calls, and when it forms one
 # ======================================================================================================
 
 UNHEARD_S = 3.0  # a peer silent for so long is not waited for when a ring is torn down
+LINKS_WAIT_S = 4.0  # after a node came, until a ring of three or more forms without its ways measured
+SETTLE_S = 3.0  # without [[nodes]]: how long nobody new must have come before a ring forms (mDNS takes 1.2 s)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -7300,6 +7321,8 @@ class Rings:
         self.ranks: dict[str, dict[str, RankView]] = {}  # what the ranks of a ring said last, by model and node
         self._box, self._host, self._peers, self._on_change = box, host, peers, on_change
         self._tasks: dict[str, set[asyncio.Task[None]]] = {}
+        self._works = {"provision": self._provision, "prepare": self._prepare, "launch": self._launch,
+                       "probe": self._probe, "teardown": self._teardown}  # fmt: skip
         self.follow()
 
     def follow(self) -> None:
@@ -7323,13 +7346,11 @@ class Rings:
         if after.phase != ring.phase:
             log.info("model %s: %s%s", model, after.phase, f" ({after.reason})" if after.reason else "")
             self._on_change()
-        works = {"provision": self._provision, "prepare": self._prepare, "launch": self._launch, "probe": self._probe}
-        works["teardown"] = self._teardown
         for effect in effects:
             if effect.kind == "teardown":
                 for task in self._tasks[model]:
                     task.cancel()
-            self._run(effect, works[effect.kind])
+            self._run(effect, self._works[effect.kind])
 
     def _run(self, effect: Effect, work: Callable[[str, Effect], Awaitable[None]]) -> None:
         """A failure that a person can mend, or a bug, breaks the ring; a bug also leaves a traceback in the log."""
@@ -7345,12 +7366,13 @@ class Rings:
             except Exception as error:
                 log.exception("model %s: bug in %s", model, effect.kind)
                 kind, reason = "trouble", f"bug: {error!r}"
-            self.post(model, Event(kind=kind, generation=effect.generation, reason=reason))
+            self._tell(effect, kind, reason=reason)
 
         keep_task(self._tasks[model], guarded())
 
-    def _done(self, effect: Effect, kind: str, jitter: float = 0.0) -> None:
-        self.post(effect.plan.model, Event(kind=kind, generation=effect.generation, jitter=jitter))
+    def _tell(self, effect: Effect, kind: str, **more: Any) -> None:
+        """What has come of an effect."""
+        self.post(effect.plan.model, Event(kind=kind, generation=effect.generation, **more))
 
     async def _on_rank(self, node: str, verb: str, effect: Effect, timeout_s: float, **more: Any) -> Any:
         """What a rank answers, be it here or on another node; see RankHost.answer. Raises ShardboxError."""
@@ -7378,9 +7400,9 @@ class Rings:
             done = sum(view.done_bytes for view in views.values())
             if done != last:
                 text, last = "; ".join(copy_text(view) for view in views.values() if view.state != "done"), done
-                self.post(model, Event(kind="copied", generation=effect.generation, reason=text))
+                self._tell(effect, "copied", reason=text)
             await asyncio.sleep(WATCH_S)
-        self._done(effect, "provisioned")
+        self._tell(effect, "provisioned")
 
     async def _prepare(self, model: str, effect: Effect) -> None:
         """A lease of every rank, and the consent of every other node that can be asked."""
@@ -7400,7 +7422,7 @@ class Rings:
         await ask(self._box.name)
         asked = {*(peer.name for peer in self._peers.live()), *(rank.node for rank in plan.ranks)} - {self._box.name}
         await gather_all(ask(node) for node in sorted(asked))
-        self._done(effect, "granted")
+        self._tell(effect, "granted")
 
     async def _launch(self, model: str, effect: Effect) -> None:
         self._run(effect, self._watch)
@@ -7413,7 +7435,7 @@ class Rings:
                     if reply.status == 200:
                         break
             await asyncio.sleep(0.1)
-        self._done(effect, "loaded")
+        self._tell(effect, "loaded")
 
     async def _probe(self, model: str, effect: Effect) -> None:
         """One real token through every rank: only then is the ring ready."""
@@ -7428,8 +7450,8 @@ class Rings:
             raise EngineError(f"no one-token answer: {error!r}", where=where) from None
         if reply.status != 200 or not (answer.get("choices") or answer.get("data")):
             raise EngineError(f"the one-token answer was {str(answer)[:200]}", where=where)
-        await asyncio.gather(*(self._look(rank, effect, {}) for rank in effect.plan.ranks))
-        self._done(effect, "answered")
+        await asyncio.gather(*(self._look(rank, effect, self.ranks[model], {}) for rank in effect.plan.ranks))
+        self._tell(effect, "answered")
 
     async def _teardown(self, model: str, effect: Effect) -> None:
         """Leader first (it passes STOP round a whole ring), the others at the same time wait for that or are killed.
@@ -7443,7 +7465,7 @@ class Rings:
             elif isinstance(result, BaseException):
                 log.error("model %s: stopping rank %d", model, rank.rank, exc_info=result)
         self.ranks.pop(model, None)
-        self._done(effect, "stopped", jitter=random.random())
+        self._tell(effect, "stopped", jitter=random.random())
 
     async def _watch(self, model: str, effect: Effect) -> None:
         """Renew every lease, and see that every rank lives and, while the ring has something to do, that it does."""
@@ -7451,7 +7473,7 @@ class Rings:
         engine, traffic, heard = self._box.config.engine, self.traffic[model], dict[str, float]()
         pace, places = Pulse(pause_s=self.pauses.get(model)), None
         while True:
-            await asyncio.gather(*(self._look(rank, effect, heard) for rank in effect.plan.ranks))
+            await asyncio.gather(*(self._look(rank, effect, views, heard) for rank in effect.plan.ranks))
             serving = self.rings[model].phase in (Phase.SERVING, Phase.DRAINING)
             sign = f"{sign_of_life([*views.values()])}/{traffic.answered_at}"
             pace = pace.seen(sign, time.monotonic(), asked=not serving or traffic.in_flight > 0)
@@ -7466,9 +7488,9 @@ class Rings:
                 raise StallError(f"stalled: {doing}, but nothing moved, no rank computed or read for {stall_s:.0f} s")
             await asyncio.sleep(WATCH_S)
 
-    async def _look(self, rank: RankPlan, effect: Effect, heard: dict[str, float]) -> None:
-        """One rank's view, renewing its lease. Raises ShardboxError when the rank is lost or has ended. `heard`: when
-        each node answered last."""
+    async def _look(self, rank: RankPlan, effect: Effect, views: dict[str, RankView], heard: dict[str, float]) -> None:
+        """Take one rank's view, renewing its lease. Raises ShardboxError when the rank is lost or has ended. `heard`:
+        when each node answered last. It may end after its ring: `views` are of that ring alone."""
         now, name = time.monotonic(), f"rank {rank.rank} ({rank.node})"
         left_s = heard.setdefault(rank.node, now) + LOST_S - now
         try:
@@ -7479,7 +7501,7 @@ class Rings:
                 raise MeshError(f"{name} is lost: {error.what}") from None
             return
         heard[rank.node] = time.monotonic()
-        self.ranks[effect.plan.model][rank.node] = view
+        views[rank.node] = view
         if view.phase == "exited" and view.exit_code != 0:
             raise EngineError(f"{name}: {view.problem or f'exit {view.exit_code}'}")
 
@@ -7548,21 +7570,166 @@ def sign_of_life(views: Sequence[RankView]) -> str:
     return f"{moved}/{computed}/{resident}/{sum(view.read_bytes for view in views)}"
 
 
+def precedence(phase: str, world: int, leader: str) -> tuple[bool, int, str]:
+    """Of two rings for one model, which a partition can bring about, the lower stays: the one that serves, then the
+    one with more ranks, then by the leader's name."""
+    return phase != Phase.SERVING, -world, leader
+
+
+class Proposer:
+    """Decides for every model whether this node forms a ring now, by which plan, and when one of its own makes room."""
+
+    def __init__(self, box: Box, peers: Peers, host: RankHost, library: Library, rings: Rings) -> None:
+        self.formed: set[str] = set()  # models that were served while this node was up
+        self._box, self._peers, self._host, self._library, self._rings = box, peers, host, library, rings
+        self._plans: dict[str, ModelPlan | PlanError] = {}
+        self._plans_key = ""
+        self._compared: dict[str, float] = {}  # model -> when its ring was last compared with today's plan
+        self._offers: dict[str, float] = {}  # model -> since when there has been a better one
+
+    def _running(self) -> dict[str, ModelPlan]:
+        """The plans of all rings that are up or coming up, here and elsewhere."""
+        theirs = [view for peer in self._peers.live() for view in peer.said.models if view.leader == peer.name]
+        rings: list[ModelView | Ring] = [*theirs, *self._rings.rings.values()]
+        return {ring.model: ring.plan for ring in rings if ring.plan and ring.phase in Phase.ACTIVE}
+
+    def _todays_plans(self) -> dict[str, ModelPlan | PlanError]:
+        """Today's plans from live facts; rings that run keep what they have. Cached while nothing changes."""
+        running, facts = self._running(), self._peers.all_facts()
+        key = digest([self._box.config.hash, facts, running])
+        if key != self._plans_key:
+            self._plans_key, self._plans = key, plan_all(self._box.config, facts, running)
+        return self._plans
+
+    def led_elsewhere(self, model: str) -> ModelView | None:
+        """The ring that a live peer leads for this model."""
+        for peer in self._peers.live():
+            for view in peer.said.models:
+                if view.model == model and view.leader == peer.name and view.phase in (*Phase.ACTIVE, Phase.STOPPING):
+                    return view
+        return None
+
+    def leader_of(self, model: str) -> str:
+        """The other node to ask for this model: what its rank's lease says, or what a peer says; "" where none."""
+        held = self._host.runs.get(model)
+        if held and held.lease.proposer != self._box.name:
+            return held.lease.proposer
+        view = self.led_elsewhere(model)
+        return view.leader if view else ""
+
+    def tick(self) -> None:
+        """Let time pass for every ring, and propose where this node leads."""
+        now = time.monotonic()
+        self._rings.follow()
+        for name, ring in list(self._rings.rings.items()):
+            traffic = self._rings.traffic[name]
+            traffic.unanswered_since = traffic.unanswered_since or now
+            if ring.phase == Phase.SERVING or not ring.wanted:
+                traffic.unanswered_since = 0.0
+            self._rings.post(name, Event(kind="tick", reason=self._rings.lagging(name), idle=not traffic.in_flight))
+            rival = self.led_elsewhere(name)
+            if Phase.SERVING in (ring.phase, rival.phase if rival else ""):
+                self.formed.add(name)
+            if ring.plan and ring.phase in Phase.ACTIVE and rival and rival.phase in Phase.ACTIVE:
+                own = precedence(ring.phase, ring.plan.world, ring.plan.leader)
+                if precedence(rival.phase, rival.world, rival.leader) < own:
+                    self._rings.post(name, Event(kind="yield", reason=f"{rival.leader} leads it too, and goes first"))
+            if ring.phase == Phase.SERVING and ring.plan and self._box.config.model(name):
+                self._improve(name, ring, ring.plan, now)
+            if ring.phase == Phase.WAITING and ring.wanted and self._box.config.model(name):
+                plan = self._todays_plans()[name]
+                reason = self._obstacle(self._box.model(name), plan, now)
+                offer = plan if not reason and isinstance(plan, ModelPlan) else None
+                self._rings.post(name, Event(kind="plan", plan=offer, reason=reason, token=secrets.token_hex(8)))
+
+    def _improve(self, name: str, ring: Ring, old: ModelPlan, now: float) -> None:
+        """Form a ring of this node anew once a clearly better plan has stood, and nobody has asked, for replan_s."""
+        quiet_s, traffic = self._box.config.cluster.replan_s, self._rings.traffic[name]
+        asked_at = now if traffic.in_flight else max(traffic.answered_at, ring.served_since)
+        if not quiet_s or now - asked_at < quiet_s / 2 or now - self._compared.get(name, 0.0) < quiet_s / 10:
+            return
+        self._compared[name] = now
+        others = {model: plan for model, plan in self._running().items() if model != name}
+        plan = plan_all(self._box.config, self._peers.all_facts(), others)[name]
+        better = ""
+        if isinstance(plan, ModelPlan) and not any(rank.copy_bytes for rank in plan.ranks):
+            better = improvement(old, plan) if not self._unready(name, plan) else ""
+        offered_at = self._offers.setdefault(name, now)
+        if not better or self._box.stop.is_set():
+            del self._offers[name]
+        elif now - max(asked_at, offered_at) >= quiet_s:
+            del self._offers[name]
+            self._rings.post(name, Event(kind="replan", generation=ring.generation, reason=f"a better plan: {better}"))
+
+    def _unready(self, name: str, plan: ModelPlan) -> str:
+        """Which node of the plan cannot take part yet, and why; "" when all can."""
+        for node in [] if self._box.rehearses else self._peers.all_facts():
+            copy, rank = node.model(name), plan.rank_of(node.name)
+            if rank and not rank.copy_bytes and not copy.root:
+                return f"{node.name} is reading the model ({100 * copy.hashed_bytes // max(1, copy.size_bytes)} %)"
+        silent = [peer for peer in self._peers.live() if peer.problem and plan.rank_of(peer.name)]
+        return f"{silent[0].name} does not answer: {silent[0].problem}" if silent else ""
+
+    def _obstacle(self, model: ModelConfig, plan: ModelPlan | PlanError, now: float) -> str:
+        """Why this node should not propose the plan now; "" when it should."""
+        elsewhere, held = self.led_elsewhere(model.name), self._host.runs.get(model.name)
+        if self._box.stop.is_set():
+            return f"{self._box.name} goes down"
+        if elsewhere:
+            return f"{elsewhere.leader} leads it"
+        if held and held.lease.proposer != self._box.name:
+            return f"this node's rank belongs to {held.lease.proposer}"
+        if waiting := self._forming_wait(model, now):
+            return waiting
+        if isinstance(plan, PlanError):
+            return plan.what
+        if not plan.root and any(rank.copy_bytes for rank in plan.ranks):
+            return "the copy that others are to fetch is still being read"
+        elsewhere_led = f"{plan.leader} is to lead it" if plan.leader != self._box.name else ""
+        return self._unready(model.name, plan) or elsewhere_led or self._unmeasured(plan, now)
+
+    def _unmeasured(self, plan: ModelPlan, now: float) -> str:
+        """Whether forming should wait a moment until the plan's nodes know their speed, and the ways between them where
+        the order of the ring counts."""
+        here = {facts.name: facts for facts in self._peers.all_facts() if plan.rank_of(facts.name)}
+        if now - self._peers.newest >= LINKS_WAIT_S:
+            return ""
+        slow = [name for name, facts in here.items() if not (self._box.rehearses or facts.speed.core_bytes_per_s)]
+        pairs = itertools.combinations(sorted(here), 2) if plan.world > 2 else ()
+        unknown = any(b not in here[a].links and a not in here[b].links for a, b in pairs)
+        return "measuring nodes and network" if slow or unknown else ""
+
+    def _forming_wait(self, model: ModelConfig, now: float) -> str:
+        """What the first forming still waits for: declared nodes, or a moment without new ones."""
+        live = {self._box.name, *(peer.name for peer in self._peers.live())}
+        declared = [node.name for node in self._box.config.nodes if not model.nodes or node.name in model.nodes]
+        missing = [name for name in declared if name not in live]
+        left = self._box.config.cluster.form_wait_s - (now - self._box.started)
+        facts = self._peers.all_facts()
+        waiting = [node.name for node in facts if self._library.engines_from(node, facts)]
+        if waiting and left > 0:
+            return f"waiting for {', '.join(waiting)} to fetch engines"
+        if missing and left > 0 and model.name not in self.formed:
+            return f"waiting for {', '.join(missing)} ({left:.0f} s more)"
+        return "looking for other nodes" if not declared and now - self._peers.newest < SETTLE_S else ""
+
+
 # ======================================================================================================
 # 18. Node: one `shardbox up`, which holds all of this together
 # ======================================================================================================
 
 LINK_AGE_S = 1800.0  # until the way to a node is measured again
-LINKS_WAIT_S = 4.0  # after a node came, until a ring of three or more forms without its ways measured
-SETTLE_S = 3.0  # without [[nodes]]: how long nobody new must have come before a ring forms (mDNS takes 1.2 s)
 KNOCK_S = 5.0  # between two tries to reach engines that are not closed in, and for each of them
 MAX_DOORS = 96  # ports that are tried: of a whole ring
 
 
-def precedence(phase: str, world: int, leader: str) -> tuple[bool, int, str]:
-    """Of two rings for one model, which a partition can bring about, the lower stays: the one that serves, then the
-    one with more ranks, then by the leader's name."""
-    return phase != Phase.SERVING, -world, leader
+async def is_open(address: str, port: int) -> bool:
+    """Whether somebody on another box takes connections there."""
+    with contextlib.suppress(OSError), socket.socket() as sock:
+        sock.setblocking(False)
+        await asyncio.wait_for(asyncio.get_running_loop().sock_connect(sock, (address, port)), KNOCK_S)
+        return bool(sock.getsockname()[0] != sock.getpeername()[0])
+    return False
 
 
 class Node:
@@ -7583,16 +7750,12 @@ class Node:
         self.library = Library(box, self.mesh, self.peers, self.surveyor, self.refresh, self._is_answering)
         self.host = RankHost(box, spawner, self.peers, self.library, self._on_trouble)
         self.rings = Rings(box, self.host, self.peers, self._tell_news)
+        self.proposer = Proposer(box, self.peers, self.host, self.library, self.rings)
         self.control: Any = None  # makes a protocol for a peer's connection; set by start_services()
         self.reached: dict[str, tuple[int, ...]] = {}  # node -> ports of its engines that anybody could reach from here
         self.callers: dict[int, str] = {}  # descriptor of a mesh connection's local end -> who is there
         self.asking = 0  # requests of clients that entered here and are being answered or held
         self.links: dict[str, LinkFacts] = {}  # to other nodes, as measured from here
-        self.formed: set[str] = set()  # models that were served while this node was up
-        self._plans: dict[str, ModelPlan | PlanError] = {}
-        self._plans_key = ""
-        self._compared: dict[str, float] = {}  # model -> when its ring was last compared with today's plan
-        self._offers: dict[str, float] = {}  # model -> since when there has been a better one
         self._surveying, self._moved = asyncio.Lock(), (0.0, 0)
         self.surveyor.pace = Pace(None, self._is_answering, READ_BYTES_PER_S).spend
         self._loop = asyncio.get_running_loop()
@@ -7672,7 +7835,6 @@ class Node:
             return
         self.box.config, self.box.settings = config, config.node(name)
         self.surveyor.reload(config)
-        self._plans_key = ""
         self.rings.follow()
         for model in config.models:
             if model.autostart and model.name not in self.desired and not self.rings.rings[model.name].wanted:
@@ -7701,28 +7863,22 @@ class Node:
     async def knock(self) -> None:
         """Try, as a stranger would, what engines of other boxes listen on that are not closed in."""
         views = [view for ranks in self.rings.ranks.values() for view in ranks.values()]
-        views += [view for peer in self.peers.live() for model in peer.models for view in model.ranks]
+        views += [view for peer in self.peers.live() for model in peer.said.models for view in model.ranks]
         doors = sorted({(view.node, port) for view in views for port in view.open_ports})[:MAX_DOORS]
 
-        async def is_open(node: str, port: int) -> bool:
-            try:
-                dial = self._loop.create_connection(asyncio.Protocol, self.peers.target(node)[1], port)
-                transport, _ = await asyncio.wait_for(dial, KNOCK_S)
-            except (OSError, MeshError):
-                return False
-            ours, theirs = (transport.get_extra_info(end)[0] for end in ("sockname", "peername"))
-            transport.close()
-            return bool(ours != theirs)  # else it is on this very box
+        reached: dict[str, tuple[int, ...]] = {}
 
-        opened = await asyncio.gather(*(is_open(*door) for door in doors))
-        found = [door for door, is_reached in zip(doors, opened, strict=True) if is_reached]
-        self.reached = {
-            node: tuple(port for _, port in ports) for node, ports in itertools.groupby(found, lambda d: d[0])
-        }
+        async def knock_at(node: str, port: int) -> None:
+            with contextlib.suppress(MeshError):  # it has never answered
+                if await is_open(self.peers.target(node)[1], port):
+                    reached[node] = (*reached.get(node, ()), port)
+
+        await gather_all(knock_at(*door) for door in doors)
+        self.reached = reached
 
     def exposures(self) -> list[str]:
         """Which engines can be reached from outside, and from where."""
-        told = {peer.name: peer.reached for peer in self.peers.live()} | {self.box.name: self.reached}
+        told = {peer.name: peer.said.reached for peer in self.peers.live()} | {self.box.name: self.reached}
         ports: dict[str, set[int]] = {}
         for reached in told.values():
             for node in {*reached} & {self.box.name, *self.peers.known}:
@@ -7732,143 +7888,6 @@ class Node:
             f"{', '.join(sorted(name for name in told if told[name].get(node)))}: anybody there can corrupt answers"
             for node, some in sorted(ports.items())
         ]
-
-    # --- rings ---------------------------------------------------------------------------------------
-
-    def all_facts(self) -> list[NodeFacts]:
-        """This node's facts and those of every live peer that stays."""
-        live = [peer for peer in self.peers.live() if peer.name != self.box.name and not peer.leaving]
-        others = [peer.facts for peer in live if peer.facts]
-        return [self.facts, *others]
-
-    def _running(self) -> dict[str, ModelPlan]:
-        """The plans of all rings that are up or coming up, here and elsewhere."""
-        rings: list[ModelView | Ring] = [
-            view for peer in self.peers.live() for view in peer.models if view.leader == peer.name
-        ]
-        rings += self.rings.rings.values()
-        return {ring.model: ring.plan for ring in rings if ring.plan and ring.phase in Phase.ACTIVE}
-
-    def plans(self) -> dict[str, ModelPlan | PlanError]:
-        """Today's plans from live facts; rings that run keep what they have. Cached while nothing changes."""
-        running, facts = self._running(), self.all_facts()
-        key = digest([[to_json(node) for node in facts], sorted(running)])
-        if key != self._plans_key:
-            self._plans_key, self._plans = key, plan_all(self.box.config, facts, running)
-        return self._plans
-
-    def led_elsewhere(self, model: str) -> ModelView | None:
-        """The ring that a live peer leads for this model."""
-        for peer in self.peers.live():
-            for view in peer.models:
-                if view.model == model and view.leader == peer.name and view.phase in (*Phase.ACTIVE, Phase.STOPPING):
-                    return view
-        return None
-
-    def leader_of(self, model: str) -> str:
-        """The other node to ask for this model: what its rank's lease says, or what a peer says; "" where none."""
-        held = self.host.runs.get(model)
-        if held and held.lease.proposer != self.box.name:
-            return held.lease.proposer
-        view = self.led_elsewhere(model)
-        return view.leader if view else ""
-
-    def tick_rings(self) -> None:
-        """Let time pass for every ring, and propose where this node leads."""
-        now = time.monotonic()
-        self.rings.follow()
-        for name, ring in list(self.rings.rings.items()):
-            traffic = self.rings.traffic[name]
-            traffic.unanswered_since = traffic.unanswered_since or now
-            if ring.phase == Phase.SERVING or not ring.wanted:
-                traffic.unanswered_since = 0.0
-            self.rings.post(name, Event(kind="tick", reason=self.rings.lagging(name), idle=not traffic.in_flight))
-            rival = self.led_elsewhere(name)
-            if Phase.SERVING in (ring.phase, rival.phase if rival else ""):
-                self.formed.add(name)
-            if ring.plan and ring.phase in Phase.ACTIVE and rival and rival.phase in Phase.ACTIVE:
-                own = precedence(ring.phase, ring.plan.world, ring.plan.leader)
-                if precedence(rival.phase, rival.world, rival.leader) < own:
-                    self.rings.post(name, Event(kind="yield", reason=f"{rival.leader} leads it too, and goes first"))
-            if ring.phase == Phase.SERVING and ring.plan and self.box.config.model(name):
-                self._improve(name, ring, ring.plan, now)
-            if ring.phase == Phase.WAITING and ring.wanted and self.box.config.model(name):
-                plan = self.plans()[name]
-                reason = self._obstacle(self.box.model(name), plan, now)
-                offer = plan if not reason and isinstance(plan, ModelPlan) else None
-                self.rings.post(name, Event(kind="plan", plan=offer, reason=reason, token=secrets.token_hex(8)))
-
-    def _improve(self, name: str, ring: Ring, old: ModelPlan, now: float) -> None:
-        """Form a ring of this node anew once a clearly better plan has stood, and nobody has asked, for replan_s."""
-        quiet_s, traffic = self.box.config.cluster.replan_s, self.rings.traffic[name]
-        asked_at = now if traffic.in_flight else max(traffic.answered_at, ring.served_since)
-        if not quiet_s or now - asked_at < quiet_s / 2 or now - self._compared.get(name, 0.0) < quiet_s / 10:
-            return
-        self._compared[name] = now
-        others = {model: plan for model, plan in self._running().items() if model != name}
-        plan = plan_all(self.box.config, self.all_facts(), others)[name]
-        better = ""
-        if isinstance(plan, ModelPlan) and not any(rank.copy_bytes for rank in plan.ranks):
-            better = improvement(old, plan) if not self._unready(name, plan) else ""
-        offered_at = self._offers.setdefault(name, now)
-        if not better or self.stop.is_set():
-            del self._offers[name]
-        elif now - max(asked_at, offered_at) >= quiet_s:
-            del self._offers[name]
-            self.rings.post(name, Event(kind="replan", generation=ring.generation, reason=f"a better plan: {better}"))
-
-    def _unready(self, name: str, plan: ModelPlan) -> str:
-        """Which node of the plan cannot take part yet, and why; "" when all can."""
-        for node in [] if self.box.rehearses else self.all_facts():
-            copy, rank = node.model(name), plan.rank_of(node.name)
-            if rank and not rank.copy_bytes and not copy.root:
-                return f"{node.name} is reading the model ({100 * copy.hashed_bytes // max(1, copy.size_bytes)} %)"
-        silent = [peer for peer in self.peers.live() if peer.problem and plan.rank_of(peer.name)]
-        return f"{silent[0].name} does not answer: {silent[0].problem}" if silent else ""
-
-    def _obstacle(self, model: ModelConfig, plan: ModelPlan | PlanError, now: float) -> str:
-        """Why this node should not propose the plan now; "" when it should."""
-        elsewhere, held = self.led_elsewhere(model.name), self.host.runs.get(model.name)
-        if self.stop.is_set():
-            return f"{self.box.name} goes down"
-        if elsewhere:
-            return f"{elsewhere.leader} leads it"
-        if held and held.lease.proposer != self.box.name:
-            return f"this node's rank belongs to {held.lease.proposer}"
-        waiting = self._forming_wait(model, now)
-        if waiting:
-            return waiting
-        if isinstance(plan, PlanError):
-            return plan.what
-        if not plan.root and any(rank.copy_bytes for rank in plan.ranks):
-            return "the copy that others are to fetch is still being read"
-        elsewhere_led = f"{plan.leader} is to lead it" if plan.leader != self.box.name else ""
-        return self._unready(model.name, plan) or elsewhere_led or self._unmeasured(plan, now)
-
-    def _unmeasured(self, plan: ModelPlan, now: float) -> str:
-        """Whether forming should wait a moment until the plan's nodes know their speed, and the ways between them where
-        the order of the ring counts."""
-        here = {facts.name: facts for facts in self.all_facts() if plan.rank_of(facts.name)}
-        if now - self.peers.newest >= LINKS_WAIT_S:
-            return ""
-        slow = [name for name, facts in here.items() if not (self.box.rehearses or facts.speed.core_bytes_per_s)]
-        pairs = itertools.combinations(sorted(here), 2) if plan.world > 2 else ()
-        unknown = any(b not in here[a].links and a not in here[b].links for a, b in pairs)
-        return "measuring nodes and network" if slow or unknown else ""
-
-    def _forming_wait(self, model: ModelConfig, now: float) -> str:
-        """What the first forming still waits for: declared nodes, or a moment without new ones."""
-        live = {self.box.name, *(peer.name for peer in self.peers.live())}
-        declared = [node.name for node in self.box.config.nodes if not model.nodes or node.name in model.nodes]
-        missing = [name for name in declared if name not in live]
-        left = self.box.config.cluster.form_wait_s - (now - self.box.started)
-        facts = self.all_facts()
-        waiting = [node.name for node in facts if self.library.engines_from(node, facts)]
-        if waiting and left > 0:
-            return f"waiting for {', '.join(waiting)} to fetch engines"
-        if missing and left > 0 and model.name not in self.formed:
-            return f"waiting for {', '.join(missing)} ({left:.0f} s more)"
-        return "looking for other nodes" if not declared and now - self.peers.newest < SETTLE_S else ""
 
     def _on_trouble(self, run: RankRun, kind: str, text: str) -> None:
         """A rank here is broken, or lost to another: tell the ring's proposer, which may be this node."""
@@ -7897,7 +7916,7 @@ class Node:
 
     # --- running -------------------------------------------------------------------------------------
 
-    async def run(self, open_services: Callable[[Node], Awaitable[list[Callable[[], Awaitable[None]]]]]) -> None:
+    async def run(self, open_services: Callable[[Node, contextlib.AsyncExitStack], Awaitable[None]]) -> None:
         """Serve until `stop` is set; raises ShardboxError when this node cannot start or go on."""
         cluster, port = self.box.config.cluster, self.box.settings.ports.mesh
         for address in [a.address for a in self.facts.addresses] if cluster.interfaces else ["0.0.0.0"]:
@@ -7906,31 +7925,26 @@ class Node:
             except OSError as error:
                 what = f"cannot listen on {address}:{port}: {error.strerror}"
                 raise UsageError(what, where="ports.mesh", hint=port_owner_hint(port)) from None
-        services = await open_services(self)
-        self.peers.refresh()
-        loops = [
-            self._tick_loop,
-            self._survey_loop,
-            self._knock_loop,
-            self._link_loop,
-            *([self._announce_loop] if cluster.discovery == "mdns" else []),
-        ]
-        tasks = [keep_task(self.box.tasks, loop()) for loop in loops]
-        for task in tasks:
-            task.add_done_callback(self._on_loop_end)
-        try:
-            await self.stop.wait()
-            await self._drain(0.0 if self.box.failure else self.box.config.api.drain_s)
-        finally:
+        async with contextlib.AsyncExitStack() as services:
+            await open_services(self, services)
+            self.peers.refresh()
+            loops = [self._tick_loop, self._survey_loop, self._knock_loop, self._link_loop]
+            loops += [self._announce_loop] if cluster.discovery == "mdns" else []
+            tasks = [keep_task(self.box.tasks, loop()) for loop in loops]
             for task in tasks:
-                task.cancel()
-            await self._shut_down(services)
+                task.add_done_callback(self._on_loop_end)
+            try:
+                await self.stop.wait()
+                await self._drain(0.0 if self.box.failure else self.box.config.api.drain_s)
+            finally:
+                for task in tasks:
+                    task.cancel()
+                await self._shut_down(services)
         if self.box.failure:
             raise self.box.failure
 
     def _on_loop_end(self, task: asyncio.Task[None]) -> None:
         if not task.cancelled() and task.exception():
-            log.error("bug in a background task", exc_info=task.exception())
             self.box.fail(ShardboxError(f"bug: {task.exception()!r}", hint="the log has the traceback"))
 
     async def _drain(self, grace_s: float) -> None:
@@ -7947,11 +7961,12 @@ class Node:
             await asyncio.sleep(0.1)
         await leaving
 
-    async def _shut_down(self, services: list[Callable[[], Awaitable[None]]]) -> None:
+    async def _shut_down(self, services: contextlib.AsyncExitStack) -> None:
         log.info("stopping")
-        await self.rings.close()
-        for close in (self.library.close, self.host.close, self.discovery.close, *services, self.peers.close):
-            await close()
+        for part in (self.rings, self.library, self.host, self.discovery):
+            await part.close()
+        await services.aclose()
+        await self.peers.close()
         await self.box.in_thread(self.mesh.close)
         self.surveyor.close()
         self.box.pool.shutdown(wait=False, cancel_futures=True)
@@ -7959,8 +7974,8 @@ class Node:
     async def _tick_loop(self) -> None:
         while True:
             self.peers.refresh()
-            self.library.tend_engines(self.all_facts()[1:])
-            self.tick_rings()
+            self.library.tend_engines(self.peers.all_facts()[1:])
+            self.proposer.tick()
             keep_task(self.box.tasks, self.host.reap())
             await asyncio.sleep(0.5)
 
@@ -8009,7 +8024,7 @@ class Node:
         """Whether an engine here is at work for somebody: copies go slowly then. Any thread."""
         moved = sum(w.stats.sent_bytes for run in list(self.host.runs.values()) for _, w in list(run.wires))
         now = time.monotonic()
-        if moved != self._moved[1] or any(traffic.in_flight for traffic in self.rings.traffic.values()):
+        if moved != self._moved[1] or any(traffic.in_flight for traffic in list(self.rings.traffic.values())):
             self._moved = now, moved
         return now - self._moved[0] < 1.0
 
@@ -8057,7 +8072,8 @@ def best_view(node: Node, name: str) -> ModelView:
     if own.phase in (*Phase.ACTIVE, Phase.STOPPING, Phase.STOPPED):
         return own
     peers = [peer for peer in node.peers.live() if not peer.problem]
-    others = [view for peer in peers for view in peer.models if view.model == name and view.phase in Phase.TELLING]
+    views = [view for peer in peers for view in peer.said.models if view.model == name]
+    others = [view for view in views if view.phase in Phase.TELLING]
     return min(others, key=lambda view: Phase.TELLING.index(view.phase), default=own)
 
 
@@ -8101,7 +8117,7 @@ def peer_view(peer: Peer, *, live: bool, declared: bool) -> PeerView:
         state=state,
         address=peer.target[1] if peer.target else hint.address if hint else "",
         source=peer.source or (hint.source if hint else ""),
-        detail=peer.twin or ("goes down" if live and peer.leaving else "" if live else peer.problem),
+        detail=peer.twin or ("goes down" if live and peer.said.leaving else "" if live else peer.problem),
         rtt_ms=peer.rtt_ms if live else 0.0,
         silent_s=time.monotonic() - peer.last_seen if peer.last_seen else 0.0,
     )
@@ -8121,7 +8137,7 @@ def own_copies(node: Node) -> tuple[CopyView, ...]:
 
 def all_copies(node: Node) -> tuple[CopyView, ...]:
     """The same of every node, but for what has ended elsewhere."""
-    others = [view for peer in node.peers.live() for view in peer.copies if view.state in ("copying", "reading")]
+    others = [view for peer in node.peers.live() for view in peer.said.copies if view.state in ("copying", "reading")]
     return (*own_copies(node), *others)
 
 
@@ -8150,7 +8166,7 @@ def snapshot(node: Node) -> Snapshot:
     opened = sorted({f"{rank.node}: {rank.isolation_problem}" for rank in ranks})
     warnings = [
         *node.warnings.values(),
-        *(text for model in box.config.models for text in wrong_copies(model, node.all_facts())),
+        *(text for model in box.config.models for text in wrong_copies(model, node.peers.all_facts())),
         *([f"anybody who reaches {api} can use it: set [api] keys_file"] if box.config.api.open else []),
         *([f"shardbox.toml differs on {', '.join(differing)}"] if differing else []),
         *(f"the engine's ports are open on {text}" for text in opened),
@@ -8195,12 +8211,15 @@ class ApiError(Exception):
         super().__init__(text)
         self.status, self.text, self.code = status, text, code
 
-    def response(self) -> web.Response:
+    def body(self) -> dict[str, Any]:
         """The error in OpenAI's shape."""
         kind = "invalid_request_error" if self.status < 500 or self.status == 501 else "server_error"
-        body = {"error": {"message": self.text, "type": kind, "param": None, "code": self.code}}
+        return {"error": {"message": self.text, "type": kind, "param": None, "code": self.code}}
+
+    def response(self) -> web.Response:
+        """The whole answer."""
         retry = {"Retry-After": "5"} if self.status in (429, 503) else None
-        return web.json_response(body, status=self.status, headers=retry)
+        return web.json_response(self.body(), status=self.status, headers=retry)
 
 
 class RingError(ApiError):
@@ -8379,7 +8398,7 @@ async def answer_request(node: Node, request: web.Request, path: str) -> web.Str
         except RingError as error:
             if error.code == "ring_lost":
                 held = held.broken(generation, time.monotonic())
-            if model.name not in node.formed:  # its first start may take minutes: the client is told at once
+            if model.name not in node.proposer.formed:  # its first start may take minutes: the client is told at once
                 raise
             await wait_for_ring(node, model.name, held, error)
 
@@ -8407,7 +8426,7 @@ async def ask_ring(
     when the request may be asked again."""
     if node.rings.rings[model.name].phase == Phase.SERVING:
         return await answer_model(node, request, path, model, body)
-    leader = "" if passed_on else node.leader_of(model.name)
+    leader = "" if passed_on else node.proposer.leader_of(model.name)
     if not leader:
         raise not_ready(node, model.name)
     try:
@@ -8421,8 +8440,7 @@ async def ask_ring(
     except MeshError as error:
         raise RingError(503, f"the leader {leader} cannot be reached: {error}", "model_not_ready") from None
     except (aiohttp.ClientError, OSError) as error:
-        unsent = isinstance(error, aiohttp.ClientConnectorError) or isinstance(error.__cause__, MeshError)
-        code = "model_not_ready" if unsent else "ring_lost"
+        code = "model_not_ready" if isinstance(error.__cause__, MeshError) else "ring_lost"  # the former: not sent
         raise RingError(503, f"the leader {leader} was lost: {error}", code) from None
     if reply.status == 503:
         raise retold(whole)
@@ -8464,9 +8482,8 @@ async def ending_in_words(chunks: AsyncIterator[bytes], model: str) -> AsyncIter
         async for chunk in chunks:
             yield chunk
     except (aiohttp.ClientError, EngineError) as error:
-        text = f"the answer of {model} broke off: {breakage(error)}"
-        body = {"error": {"message": text, "type": "server_error", "param": None, "code": "ring_lost"}}
-        yield b"data: " + json.dumps(body).encode() + b"\n\ndata: [DONE]\n\n"
+        lost = RingError(503, f"the answer of {model} broke off: {breakage(error)}", "ring_lost")
+        yield b"data: " + json.dumps(lost.body()).encode() + b"\n\ndata: [DONE]\n\n"
 
 
 def breakage(error: BaseException) -> str:
@@ -8658,9 +8675,9 @@ def token_usage(prompt: int, output: int) -> dict[str, int]:
     return {"prompt_tokens": prompt, "completion_tokens": output, "total_tokens": prompt + output}
 
 
-async def open_endpoint(node: Node, gate: Endpoint, runner: web.AppRunner) -> Callable[[], Awaitable[None]]:
-    """Listen for clients; returns what stops that. A connection too many, or one that asks nothing within
-    REQUEST_TIMEOUT_S, is closed. Raises UsageError where the port or the certificate cannot be had."""
+async def open_endpoint(node: Node, gate: Endpoint, runner: web.AppRunner) -> asyncio.Server:
+    """Listen for clients. A connection too many, or one that asks nothing within REQUEST_TIMEOUT_S, is closed. Raises
+    UsageError where the port or the certificate cannot be had."""
     bind, port, server = node.box.config.api.bind, node.box.settings.ports.api, runner.server
     assert server is not None
     loop = asyncio.get_running_loop()
@@ -8678,15 +8695,10 @@ async def open_endpoint(node: Node, gate: Endpoint, runner: web.AppRunner) -> Ca
             handler.transport.abort()
 
     try:
-        listening = await loop.create_server(admit, bind, port, ssl=api_tls(node.box.config))
+        return await loop.create_server(admit, bind, port, ssl=api_tls(node.box.config))
     except OSError as error:
         what = f"cannot listen on {bind}:{port}: {os.strerror(error.errno or 0)}"
         raise UsageError(what, where="ports.api", hint=port_owner_hint(port)) from None
-
-    async def close() -> None:
-        listening.close()
-
-    return close
 
 
 # ======================================================================================================
@@ -8898,15 +8910,10 @@ class OwnerService:
 
     async def down(self, request: web.Request) -> Any:
         """End this node, or with ?all every one that is reached."""
-        peers, told = self._node.peers, dict[str, str]()
-        for peer in peers.live() if request.query.get("all") else []:
-            try:
-                await peers.call(peer.name, "POST", "/peer/down")
-                told[peer.name] = "stopping"
-            except ShardboxError as error:
-                told[peer.name] = error.what
+        told = await self._node.peers.call_all("POST", "/peer/down") if request.query.get("all") else {}
         self._node.stop.set()
-        return {"told": told}
+        words = {name: said.what if isinstance(said, ShardboxError) else "stopping" for name, said in told.items()}
+        return {"told": words}
 
     async def want(self, request: web.Request) -> Any:
         """Start or stop a model on the whole cluster."""
@@ -8940,14 +8947,14 @@ class OwnerService:
             except ShardboxError as error:
                 return {"problem": error.what}
 
-        names = [peer.name for peer in node.peers.live() if peer.name != node.box.name]
+        names = [peer.name for peer in node.peers.live()]
         found = await asyncio.gather(node.library.reread(model), *map(ask, names))
         return dict(zip([node.box.name, *names], found, strict=True))
 
     async def nodes(self, request: web.Request) -> Any:
         """Every node that is known, and the facts of those that are live."""
         node = self._node
-        return {"nodes": peer_views(node), "facts": node.all_facts()}
+        return {"nodes": peer_views(node), "facts": node.peers.all_facts()}
 
     async def logs(self, request: web.Request) -> Any:
         """Engine logs of one node or of all."""
@@ -8966,15 +8973,16 @@ class OwnerService:
         node = self._node
         reaches = await node.reach_all()
         await node.knock()
-        for peer in node.peers.live():
+        for name, found in (await node.peers.call_all("GET", "/peer/pairs", 4 * CALL_TIMEOUT_S)).items():
             try:
-                reply = await node.peers.call(peer.name, "GET", "/peer/pairs", None, 4 * CALL_TIMEOUT_S)
-                reaches += [from_json(Reach, item, "pairs") for item in reply]
+                if isinstance(found, ShardboxError):
+                    raise found
+                reaches += [from_json(Reach, item, "pairs") for item in found]
             except ShardboxError as error:
-                reaches.append(Reach(source=peer.name, target="-", address="-", problem=error.what, hint=error.hint))
+                reaches.append(Reach(source=name, target="-", address="-", problem=error.what, hint=error.hint))
         skew_s = {peer.name: peer.wall_skew_s for peer in node.peers.live()}
-        body = {"pairs": reaches, "facts": node.all_facts(), "clock_skew_s": skew_s, "exposures": node.exposures()}
-        return {**body, "discovery": node.discovery.problem}
+        body = {"pairs": reaches, "facts": node.peers.all_facts(), "clock_skew_s": skew_s}
+        return {**body, "exposures": node.exposures(), "discovery": node.discovery.problem}
 
 
 def find_configured(config: Config, name: str) -> ModelConfig:
@@ -8997,14 +9005,14 @@ def status_address(cluster: str, node: str) -> str:
     return f"\0{name}" if sys.platform == "linux" else f"/tmp/{name.replace('/', '-')}.status"
 
 
-async def start_status_service(node: Node) -> Callable[[], Awaitable[None]]:
-    """Serve the snapshot as JSON to whoever connects; the connection is then closed."""
+async def start_status_service(node: Node, closing: contextlib.AsyncExitStack) -> None:
+    """Serve the snapshot as JSON to whoever connects; the connection is then closed. Raises UsageError."""
     address = status_address(node.box.config.cluster.name, node.box.name)
+    is_path = not address.startswith("\0")
 
     def unlink() -> None:
-        if not address.startswith("\0"):
-            with contextlib.suppress(FileNotFoundError):
-                os.unlink(address)
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(address)
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         with contextlib.closing(writer), contextlib.suppress(ConnectionError, TimeoutError):  # it went away
@@ -9012,28 +9020,23 @@ async def start_status_service(node: Node) -> Callable[[], Awaitable[None]]:
             async with asyncio.timeout(5):
                 await writer.drain()
 
-    unlink()
-    sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    sock = closing.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
+    if is_path:
+        unlink()
+        closing.callback(unlink)
     try:
         sock.bind(address)
     except OSError as error:
-        sock.close()
         what = f"another process serves the status of node {node.box.name}: {error.strerror}"
         raise UsageError(what, hint="is a second shardbox up on this box? `shardbox down` ends it") from None
-    if not address.startswith("\0"):
+    if is_path:
         os.chmod(address, 0o666)
-    server = await asyncio.start_unix_server(serve, sock=sock)
-
-    async def close() -> None:
-        server.close()
-        unlink()
-
-    return close
+    closing.callback((await asyncio.start_unix_server(serve, sock=sock)).close)
 
 
-async def start_services(node: Node) -> list[Callable[[], Awaitable[None]]]:
-    """Open the peers' service, the owner's control socket, the endpoint and the status socket; returns what
-    closes each of them. Raises ShardboxError where a port or path cannot be had."""
+async def start_services(node: Node, closing: contextlib.AsyncExitStack) -> None:
+    """Open the peers' service, the owner's control socket, the endpoint and the status socket; `closing` closes them.
+    Raises ShardboxError where a port or path cannot be had."""
     gate = Endpoint(node)
     runners = [
         web.AppRunner(app, access_log=None, handler_cancellation=True, shutdown_timeout=1.0)
@@ -9041,6 +9044,7 @@ async def start_services(node: Node) -> list[Callable[[], Awaitable[None]]]:
     ]
     for runner in runners:
         await runner.setup()
+        closing.push_async_callback(runner.cleanup)
     peers, owner, endpoint = runners
     node.control = peers.server
     with short_socket_path(control_path(node.box.folder)) as path:
@@ -9051,8 +9055,8 @@ async def start_services(node: Node) -> list[Callable[[], Awaitable[None]]]:
             await web.UnixSite(owner, path).start()
         finally:
             os.umask(mask)
-    closing = await open_endpoint(node, gate, endpoint)
-    return [closing, *(runner.cleanup for runner in runners), await start_status_service(node)]
+    closing.callback((await open_endpoint(node, gate, endpoint)).close)
+    await start_status_service(node, closing)
 
 
 # ======================================================================================================
@@ -9294,7 +9298,7 @@ def losses_text(
 
 
 # ======================================================================================================
-# 22. Command line: each command returns its exit code; only main() ends the program
+# 22. Running: configuration, names and secrets; `up`, its end, and asking this box's node
 # ======================================================================================================
 
 CONFIG_NAME = "shardbox.toml"
@@ -9381,6 +9385,13 @@ class NodeDown(ShardboxError):
     """The node on this box does not run or does not answer."""
 
 
+class NotRunning(NodeDown):
+    """No `up` runs under this name on this box."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(f"node {name} is not running on this box", hint="start it with `shardbox up`")
+
+
 def ask_node(
     config: Config, name: str, method: str, path: str, body: Any = None, timeout_s: float = 60.0,
     meanwhile: Callable[[], None] | None = None,
@@ -9401,7 +9412,7 @@ def ask_node(
         reply = connection.getresponse()
         data = json.loads(reply.read())
     except (FileNotFoundError, ConnectionRefusedError):
-        raise NodeDown(f"node {name} is not running on this box", hint="start it with `shardbox up`") from None
+        raise NotRunning(name) from None
     except PermissionError:
         what, hint = "the control socket belongs to another user", "run this as the user who runs `shardbox up`"
         raise UsageError(what, hint=hint) from None
@@ -9428,7 +9439,7 @@ def read_status(config: Config, name: str, timeout_s: float) -> Snapshot:
                 chunks.append(sock.recv(1 << 16))
         return from_json(Snapshot, json.loads(b"".join(chunks)), "status")
     except (FileNotFoundError, ConnectionRefusedError):
-        raise NodeDown(f"node {name} is not running on this box", hint="start it with `shardbox up`") from None
+        raise NotRunning(name) from None
     except TimeoutError:
         raise NodeDown(f"node {name} accepts but says nothing within {timeout_s:g} s") from None
     except OSError as error:
@@ -9442,58 +9453,6 @@ def check_status_owner(sock: socket.socket, config: Config) -> None:
     if (uid := peer_uid(sock)) not in (None, 0, os.geteuid(), os.stat(config.file).st_uid):
         hint = "run `status` as the user who runs `up`, or give that user the TOML"
         raise UsageError(f"user {uid} answers for this node, who owns neither it nor {config.file}", hint=hint)
-
-
-# --- commands: each returns its exit code; its docstring is its help --------------------------------------
-
-
-class Meter:
-    """Tells how far something is: a bar on a terminal, lines in a log, nothing at all in a pipe, as cron's is."""
-
-    LINE_S = 10.0  # between two lines in a log
-
-    def __init__(self) -> None:
-        self._bar, self._said = sys.stdout.isatty(), 0.0
-        with contextlib.suppress(OSError, ValueError):
-            self._log = "JOURNAL_STREAM" in os.environ or stat.S_ISREG(os.fstat(sys.stdout.fileno()).st_mode)
-
-    def show(self, share: float, text: str) -> None:
-        """`share` of 1 is done; `text` says more."""
-        if self._bar:
-            width = max(20, os.get_terminal_size().columns - 1)
-            filled = int(20 * share)
-            print("\r" + f"[{'#' * filled:20}] {text}"[:width].ljust(width), end="", flush=True)
-        elif self._log and time.monotonic() - self._said > self.LINE_S:
-            self._said = time.monotonic()
-            print(text, flush=True)
-
-    def end(self, text: str) -> None:
-        """The last word."""
-        if self._bar:
-            print("\r" + text.ljust(max(20, os.get_terminal_size().columns - 1)))
-        elif self._log:
-            print(text, flush=True)
-
-
-def with_config(run: Callable[..., int]) -> Callable[..., int]:
-    """A command that is given the configuration and this node's name for --config and --node."""
-
-    @functools.wraps(run)
-    def command(config_path: str | None, node: str | None, **settings: Any) -> int:
-        config = load_config(config_path)
-        return run(config, node_name(config, node), **settings)
-
-    return command
-
-
-def cmd_up(config_path: str | None, node: str | None, detach: bool, stick: str) -> int:
-    """Run this box's node until `down`, SIGTERM or Ctrl-C."""
-    if stick:
-        to = os.path.dirname(os.path.abspath(config_path or CONFIG_NAME))
-        unpack_stick(stick, to, node, over=False)
-        config_path = config_path or os.path.join(to, CONFIG_NAME)
-    config = load_config(config_path)
-    return run_up(config, node_name(config, node), detach)
 
 
 def run_up(config: Config, name: str, detach: bool) -> int:
@@ -9632,14 +9591,74 @@ def detach_up(config: Config, name: str, log_path: str) -> int:
     raise ShardboxError("it runs, but does not answer after 30 s", where=log_path)
 
 
+class Meter:
+    """Tells how far something is: a bar on a terminal, lines in a log, nothing at all in a pipe, as cron's is."""
+
+    LINE_S = 10.0  # between two lines in a log
+
+    def __init__(self, total_bytes: int = 0) -> None:
+        """`total_bytes`: of all that add() tells of."""
+        self._total, self._done = total_bytes, 0
+        self._bar, self._said = sys.stdout.isatty(), 0.0
+        with contextlib.suppress(OSError, ValueError):
+            self._log = "JOURNAL_STREAM" in os.environ or stat.S_ISREG(os.fstat(sys.stdout.fileno()).st_mode)
+
+    def show(self, share: float, text: str) -> None:
+        """`share` of 1 is done; `text` says more."""
+        if self._bar:
+            width = max(20, os.get_terminal_size().columns - 1)
+            filled = int(20 * share)
+            print("\r" + f"[{'#' * filled:20}] {text}"[:width].ljust(width), end="", flush=True)
+        elif self._log and time.monotonic() - self._said > self.LINE_S:
+            self._said = time.monotonic()
+            print(text, flush=True)
+
+    def add(self, path: str, count: int) -> None:
+        """So many bytes more are done, of a file."""
+        self._done += count
+        text = f"{format_size(self._done)} of {format_size(self._total)}: {path}"
+        self.show(self._done / max(1, self._total), text)
+
+    def end(self, text: str) -> None:
+        """The last word."""
+        if self._bar:
+            print("\r" + text.ljust(max(20, os.get_terminal_size().columns - 1)))
+        elif self._log:
+            print(text, flush=True)
+
+
+def with_config(run: Callable[..., int]) -> Callable[..., int]:
+    """A command that is given the configuration and this node's name for --config and --node."""
+
+    @functools.wraps(run)
+    def command(config_path: str | None, node: str | None, **settings: Any) -> int:
+        config = load_config(config_path)
+        return run(config, node_name(config, node), **settings)
+
+    return command
+
+
+# ======================================================================================================
+# 23. Commands: each returns its exit code; its docstring is its help
+# ======================================================================================================
+
+
+def cmd_up(config_path: str | None, node: str | None, detach: bool, stick: str) -> int:
+    """Run this box's node until `down`, SIGTERM or Ctrl-C."""
+    if stick:
+        to = os.path.dirname(os.path.abspath(config_path or CONFIG_NAME))
+        unpack_stick(stick, to, node, over=False)
+        config_path = config_path or os.path.join(to, CONFIG_NAME)
+    config = load_config(config_path)
+    return run_up(config, node_name(config, node), detach)
+
+
 @with_config
 def cmd_down(config: Config, name: str, everywhere: bool) -> int:
     """End this box's node and the rings it is part of."""
     try:
         reply = ask_node(config, name, "POST", "/down?all=1" if everywhere else "/down")
-    except NodeDown as error:
-        if "not running" not in error.what:
-            raise
+    except NotRunning:
         print(f"node {name} is not running")
         return 0
     for peer, answer in reply["told"].items():
@@ -9988,22 +10007,11 @@ def pack_files(
 ) -> Iterator[StickFile]:
     """Put files on a stick, one after the other. Raises FileError."""
     names = {piece.lower() for entry in kept for piece in entry.pieces}
-    sizes = [os.path.getsize(path) for _, _, path, _ in work]
-    check_total_room(
-        folder,
-        [
-            (os.path.join(folder, os.path.basename(path)), size)
-            for (_, _, path, _), size in zip(work, sizes, strict=True)
-        ],
-    )
-    meter, done = Meter(), 0
+    files = [(os.path.join(folder, os.path.basename(path)), os.path.getsize(path)) for _, _, path, _ in work]
+    check_total_room(folder, files)
+    meter = Meter(sum(size for _, size in files))
     for kind, target, path, model in work:
-
-        def tell(count: int, path: str = path) -> None:
-            nonlocal done
-            done += count
-            meter.show(done / max(1, sum(sizes)), f"{format_size(done)} of {format_size(sum(sizes))}: {path}")
-
+        tell = functools.partial(meter.add, path)
         platform = platform_name if kind in ("program", "engine") else ""
         try:
             yield pack_file(folder, names, kind, target, path, cache, tell, platform, model)
@@ -10022,7 +10030,7 @@ def cmd_unpack(node: str | None, stick: str, to: str, over: bool) -> int:
 def unpack_stick(stick: str, to: str, node: str | None, over: bool) -> None:
     """Install into the folder `to`: TOML and secret first, then what they say that this box needs. Raises
     ShardboxError."""
-    manifest, meter = read_manifest(stick), Meter()
+    manifest = read_manifest(stick)
     os.makedirs(to, exist_ok=True)
     if os.path.commonpath([os.path.realpath(to), os.path.realpath(stick)]) == os.path.realpath(stick):
         raise UsageError(
@@ -10034,18 +10042,12 @@ def unpack_stick(stick: str, to: str, node: str | None, over: bool) -> None:
     config = load_config(os.path.join(to, CONFIG_NAME))
     name = node_name(config, node)
     needed = [entry for entry in manifest.files if is_needed(entry, config, name)]
-    dirs, done, size = config.node(name).model_dirs, 0, sum(entry.size for entry in needed)
-    places = [safe_place(entry.path, folder=to, dirs=dirs) for entry in needed]
+    dirs, size = config.node(name).model_dirs, sum(entry.size for entry in needed)
+    places, meter = [safe_place(entry.path, folder=to, dirs=dirs) for entry in needed], Meter(size)
     check_total_room(to, [(path, entry.size) for path, entry in zip(places, needed, strict=True)])
     for entry, path in zip(needed, places, strict=True):
-
-        def tell(count: int, path: str = path) -> None:
-            nonlocal done
-            done += count
-            meter.show(done / max(1, size), f"{format_size(done)} of {format_size(size)}: {path}")
-
         try:
-            put = unpack_file(stick, entry, path, over, tell)
+            put = unpack_file(stick, entry, path, over, functools.partial(meter.add, path))
         except OSError as error:
             raise FileError(f"cannot be written: {error.strerror}", where=path, hint="what is there is kept") from None
         if entry.kind == "model":
@@ -10220,6 +10222,11 @@ def cmd_secret() -> int:
     """Print a new random cluster secret."""
     print(secrets.token_urlsafe(32))
     return 0
+
+
+# ======================================================================================================
+# 24. Program: what it was built from, its demo, click's options; only main() ends it
+# ======================================================================================================
 
 
 def bundle_problems(path: str, folder: str) -> list[str]:
@@ -10426,7 +10433,7 @@ def show_demo(config: Config, once: bool) -> int:
     return status_line(snapshot)[0]
 
 
-# --- the program -----------------------------------------------------------------------------------------
+# --- the command line ------------------------------------------------------------------------------------
 
 
 def build_cli() -> Any:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import select
 import socket
+import struct
 from collections.abc import Callable, Coroutine
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
@@ -12,7 +14,7 @@ from typing import Any
 import aiohttp
 import pytest
 
-from shardbox import EngineError, MeshError, RankRun, dialled_session, first_success
+from shardbox import EngineError, MeshError, RankRun, dialled_session, first_success, is_open, keep_task
 
 DEADLINE_S = 20.0
 Attempt = Callable[[], Coroutine[Any, Any, None]]
@@ -134,3 +136,49 @@ def test_first_success_bug_is_not_covered_up() -> None:
 
     with pytest.raises(KeyError):
         Attempts().run(bug, Attempts().answers("b"), delay_s=9.0)
+
+
+# --- engine ports that a stranger might reach ---
+
+
+def test_port_that_resets_at_once_is_not_open(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It has no peer by the time it is looked at: a TypeError there ended the whole node."""
+
+    async def knock(server: socket.socket) -> bool:
+        loop = asyncio.get_running_loop()
+        connect = loop.sock_connect
+
+        async def connect_to_be_reset(sock: socket.socket, address: Any) -> None:
+            await connect(sock, address)
+            accepted, _ = await loop.sock_accept(server)
+            accepted.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))  # so that it resets
+            accepted.close()
+            ended = select.poll()
+            ended.register(sock, select.POLLIN)
+            assert await asyncio.to_thread(ended.poll, DEADLINE_S * 1000)
+
+        monkeypatch.setattr(loop, "sock_connect", connect_to_be_reset)
+        return await is_open(*server.getsockname())
+
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        server.setblocking(False)
+        assert not asyncio.run(knock(server))
+
+
+def test_port_of_this_very_box_is_not_open_to_others() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        assert not asyncio.run(is_open(*server.getsockname()))
+
+
+def test_task_that_nobody_waits_for_logs_its_bug(caplog: pytest.LogCaptureFixture) -> None:
+    """While something held the task, as a peer holds the one that follows it, its bug was never seen."""
+
+    async def fail() -> None:
+        raise ZeroDivisionError("a bug")
+
+    async def run() -> None:
+        held = keep_task(set(), fail())
+        await asyncio.wait({held}, timeout=DEADLINE_S)
+        assert "a bug" in caplog.text
+
+    asyncio.run(run())

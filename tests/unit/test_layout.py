@@ -36,7 +36,9 @@ SECTIONS = {
     19: "Endpoint",
     20: "Control",
     21: "Status",
-    22: "Command",
+    22: "Running",
+    23: "Commands",
+    24: "Program",
 }
 PURE = (1, 2, 3, 4, 5, 6, 7, 21)
 IO_MODULES = frozenset({"asyncio", "os", "time", "socket", "subprocess", "zeroconf", "aiohttp", "click"})
