@@ -3512,7 +3512,9 @@ class Surveyor:
         root, problem = self._roots.get(copy.path, ("", ""))
         reading, receiving = self.readings.get(copy.path), self.receiving.get(copy.name, "")
         hashed = copy.size_bytes * reading.done // reading.size if reading else 0
-        found = replace(copy, root=root, problem=copy.problem or problem, hashed_bytes=hashed, receiving=receiving)
+        hint = copy.hint or (problem and f"`shardbox pull {copy.name} --replace`, or correct `sha256`")
+        found = replace(copy, root=root, problem=copy.problem or problem, hint=hint, hashed_bytes=hashed,
+                        receiving=receiving)  # fmt: skip
         return replace(found, room_bytes=coarse(self._room(copy.name))) if copy.problem else found
 
     def _room(self, name: str) -> int:
@@ -8148,6 +8150,8 @@ def wrong_copies(model: ModelConfig, facts: Sequence[NodeFacts]) -> list[str]:
     right = right or most_common_root(copies.values())
     wrong = {name: copy for name, copy in copies.items() if copy.root and (copy.problem or copy.root != right)}
     end = f"`shardbox pull {model.name} --replace` on that box mends it"
+    if not right:
+        end = "no other box has the right one: correct `sha256`, or put that file there"
     return [
         f"{name}: {copy.problem or f'{copy.path} has other bytes ({copy.root[:8]}, not {right[:8]})'}; {end}"
         for name, copy in wrong.items()
@@ -9356,7 +9360,7 @@ def read_secret_file(config: Config, key: str, name: str) -> str:
             secret = file.read(4096).strip()
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "not a text file"
-        hint = f"make one with `shardbox secret > {name}`, and copy it to every box"
+        hint = f"make one with `shardbox secret > {name}` on one box, and copy it to every other"
         if key == "old_secret_file":
             hint = "leave it out once every box has the new secret"
         raise UsageError(f"cannot be read: {reason}", where=where, hint=hint) from None
@@ -9994,6 +9998,8 @@ def cmd_pack(config: Config, name: str, folder: str, with_secret: bool) -> int:
     with contextlib.suppress(FileNotFoundError):
         os.unlink(old)
     size = format_size(sum(entry.size for entry in entries))
+    if not getattr(sys, "frozen", False):
+        print("its program is Python source, for boxes with Python and all packages: see `make build`", file=sys.stderr)
     print(f"{folder}: {len(entries)} files, {size}; README.txt there says what to type")
     return 0
 

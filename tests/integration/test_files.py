@@ -527,7 +527,10 @@ def test_pull_killed_under_way_goes_on_and_the_file_is_right(pair: Lan) -> None:
 
     file_of(beta).unlink()  # and at once, before the next look at the files: `pull` said "whole"
     pulling = beta.popen("pull", "tiny")
-    beta.wait_status(lambda found: any(copy.state == "copying" for copy in found.copies), "it is fetched again")
+    beta.wait_status(
+        lambda found: any(copy.state == "copying" and copy.done_bytes > CHUNK_BYTES for copy in found.copies),
+        "it is fetched again",
+    )
     pulling.send_signal(signal.SIGINT)
     assert pulling.wait(20) == 130
     assert "beta goes on with it" in (beta.folder / f"{beta.started.index(pulling)}.log").read_text()
