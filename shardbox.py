@@ -9827,9 +9827,9 @@ def node_copies(config: Config, name: str, *, reading: bool) -> list[CopyView]:
 def cmd_pull(config: Config, name: str, model: str, giver: str, over: bool) -> int:
     """Fetch a model, or all that the TOML names, from the boxes that have it to this one."""
     asked = {"model": model, "from": giver.lower(), "replace": over}
-    views = [from_json(CopyView, item, "pull") for item in ask_node(config, name, "POST", "/pull", asked)]
     meter = Meter()
     try:
+        views = [from_json(CopyView, item, "pull") for item in ask_node(config, name, "POST", "/pull", asked)]
         while any(view.state == "copying" for view in views):
             time.sleep(0.3)
             found = {view.model: view for view in node_copies(config, name, reading=False) if view.node == name}
@@ -10130,6 +10130,9 @@ def check_box(config: Config, facts: NodeFacts, *others: NodeFacts) -> list[dict
         given = {node.name: node.model(copy.name) for node in others if not node.model(copy.name).problem}
         fits = config.cluster.copy_models and all(theirs.size_bytes <= copy.room_bytes for theirs in given.values())
         found.append(finding_of(f"model {copy.name}: ", copy, good, [*given] if fits else None))
+        if not (copy.path or fits) and config.cluster.copy_models:
+            needs = format_size(max(theirs.size_bytes for theirs in given.values()))
+            found[-1]["hint"] = f"a copy needs {needs}, and {format_size(copy.room_bytes)} may be put there"
         if rehearsal and model is not None and model.rehearse is not None and copy.problem:
             found[-1]["level"] = "warn"
     memory, note = facts.memory, f" ({facts.gpu_note})" if facts.gpu_note else ""
