@@ -6428,6 +6428,7 @@ class Peer:
     last_seen: float = 0.0
     wall_skew_s: float = 0.0
     problem: str = ""
+    refused_for: str = ""  # the kind of the MeshError that the log has named
     twin: str = ""  # another machine that calls itself the same
     news: asyncio.Event = dataclasses.field(default_factory=new_event)  # ask it now
     following: asyncio.Task[None] | None = None
@@ -6562,6 +6563,10 @@ class Peers:
                 await self._ask(peer)
             except ShardboxError as error:
                 peer.problem = str(error.what)
+                kind = error.kind if isinstance(error, MeshError) else ""
+                if kind not in ("", "unreachable", peer.refused_for):  # said once: this wait has no end by itself
+                    peer.refused_for = kind
+                    log.warning("%s takes no part: %s", peer.name, error)
                 if peer.facts and time.monotonic() - peer.last_seen > LOST_S:
                     self._mesh.drop(peer.name)
             with contextlib.suppress(TimeoutError):

@@ -528,7 +528,7 @@ def test_pull_killed_under_way_goes_on_and_the_file_is_right(pair: Lan) -> None:
     file_of(beta).unlink()  # and at once, before the next look at the files: `pull` said "whole"
     assert alpha.up_process
     alpha.up_process.send_signal(signal.SIGSTOP)
-    pulling = beta.popen("pull", "tiny")
+    pulling = beta.spawn("env", "--default-signal=INT", *shardbox_command(), "pull", "tiny")
     beta.wait_status(lambda found: any(copy.state == "copying" for copy in found.copies), "it is fetched again")
     pulling.send_signal(signal.SIGINT)
     alpha.up_process.send_signal(signal.SIGCONT)
