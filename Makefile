@@ -6,7 +6,7 @@ DEMO_ARGS ?=
 TEST_ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test unit check lint types build release build-check fault soak e2e fuzz bench bench-plan bench-copy fmt lock clean
+.PHONY: help venv demo test unit check lint types build release build-check fault soak large e2e fuzz bench bench-plan bench-copy fmt lock clean
 
 help: ## list the targets
 	@grep -E '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 14
@@ -64,6 +64,9 @@ fault: venv ## every fault on a ring of three with clients, FAULT_REPEAT times (
 
 soak: venv ## random faults for SOAK_S seconds (600) with clients: nothing may be lost, or leak (root; SOAK_SEED=)
 	PYTHONPATH=.:tests:tests/fault $(BIN)/python tests/fault/soak.py
+
+large: venv ## copies and sticks with files of more than 4 GiB (root; two minutes, 10 GB of disk)
+	SHARDBOX_LARGE=1 $(BIN)/pytest -q $(TEST_ARGS) -m large tests/integration
 
 fuzz: venv ## hostile input and 10,000 half-open connections (FUZZ_SECONDS=60)
 	PYTHONPATH=.:tests:tests/unit $(BIN)/python tests/fuzz/fuzz.py

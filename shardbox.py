@@ -4868,13 +4868,16 @@ class Landing:
         except FileExistsError:
             raise FileError("was put there meanwhile", where=path, hint="delete one of the two") from None
         except OSError:  # FAT has no links
+            if os.path.lexists(path):
+                raise FileError("was put there meanwhile", where=path, hint="delete one of the two") from None
             os.rename(draft, path)
 
     def close(self) -> None:
         """Give the descriptors back; what has landed stays."""
         with self.changed:
             for file in self.files:
-                os.close(file)
+                with contextlib.suppress(OSError):  # a disk that is gone; what counts was synced before
+                    os.close(file)
             self.files = []
 
 
@@ -5217,6 +5220,7 @@ class Copy:
 STICK_FORMAT = 1
 PIECE_BYTES = 255 * CHUNK_BYTES  # FAT takes files of less than 4 GiB
 MANIFEST_NAME = "manifest.json"
+STICK_BACK = "put the stick back and type it again: it goes on from here"
 STICK_TEXT = """This stick sets up a box of the shardbox cluster "{cluster}".
 
 In a terminal on that box, in an empty folder where shardbox is to live:
@@ -5261,7 +5265,9 @@ def read_manifest(folder: str, name: str = MANIFEST_NAME) -> Manifest:
     except FileNotFoundError:
         what, hint = "is no stick of shardbox, or `pack` did not come to its end", "`shardbox pack` it (again)"
         raise FileError(what, where=folder, hint=hint) from None
-    except (OSError, ValueError, RecursionError, MessageError) as error:
+    except OSError as error:
+        raise FileError(f"cannot be read: {error.strerror}", where=path, hint=STICK_BACK) from None
+    except (ValueError, RecursionError, MessageError) as error:
         raise FileError(f"cannot be read: {error}", where=path, hint="`shardbox pack` it again") from None
     if manifest.format != STICK_FORMAT:
         raise FileError(f"has format {manifest.format}, this shardbox reads {STICK_FORMAT}", where=path)
@@ -5328,19 +5334,23 @@ def to_pack(
     return found
 
 
-def pack_file(
-    folder: str, names: set[str], kind: str, target: str, path: str, cache: HashCache, tell: Callable[[int], None],
-    platform: str = "", model: str = "",
-) -> StickFile:  # fmt: skip
-    """Put one file on the stick, in pieces; those that are there already and right stay. Raises FileError, OSError."""
+def piece_names(name: str, size: int) -> tuple[str, ...]:
+    """The names of a file's pieces on the stick."""
+    count = len(range(0, max(1, size), PIECE_BYTES))
+    return tuple(f"{name}.{n:03}" for n in range(1, count + 1)) if count > 1 else (name,)
+
+
+def pack_file(folder: str, path: str, entry: StickFile, cache: HashCache, tell: Callable[[int], None]) -> StickFile:
+    """Put one file on the stick, in pieces; those that are there already and right stay. `entry` lacks the hashes.
+    Raises FileError, OSError."""
     hashes = cache.file_hashes(path)
     with open(path, "rb") as file:
-        size, name = os.fstat(file.fileno()).st_size, stick_name(kind, target, platform, names)
-        listing = piece_listing(size, hashes)
-        pieces = tuple(f"{name}.{n:03}" if len(listing.files) > 1 else name for n in range(1, len(listing.files) + 1))
-        landing = Landing(listing, [os.path.join(folder, piece) for piece in pieces], replace=True)
+        if os.fstat(file.fileno()).st_size != entry.size:
+            raise FileError("it changed meanwhile", where=path, hint="wait until it is whole, and pack again")
+        places = [os.path.join(folder, piece) for piece in entry.pieces]
+        landing = Landing(piece_listing(entry.size, hashes), places, replace=True)
         fill(landing, lambda at, count: os.pread(file.fileno(), count, at), tell)
-    return StickFile(kind=kind, path=target, size=size, hashes=hashes, pieces=pieces, platform=platform, model=model)
+    return replace(entry, hashes=hashes)
 
 
 def unpack_file(stick: str, entry: StickFile, path: str, replace_it: bool, tell: Callable[[int], None]) -> list[str]:
@@ -5352,10 +5362,10 @@ def unpack_file(stick: str, entry: StickFile, path: str, replace_it: bool, tell:
         piece = pieces[at // PIECE_BYTES]
         try:
             with open(piece, "rb") as file:
-                return os.pread(file.fileno(), size, at % PIECE_BYTES)
+                file.seek(at % PIECE_BYTES)
+                return file.read(size)  # unlike pread it fails where a part can be read
         except OSError as error:
-            hint = "put the stick back and type it again: it goes on from here"
-            raise FileError(f"cannot be read: {error.strerror}", where=piece, hint=hint) from None
+            raise FileError(f"cannot be read: {error.strerror}", where=piece, hint=STICK_BACK) from None
 
     listing = Listing(files=(ListedFile(name=entry.path, size=entry.size, hashes=entry.hashes),))
     landing = Landing(listing, [path], mode=mode, replace=replace_it)
@@ -9935,14 +9945,24 @@ def cmd_verify(config: Config, name: str, model: str) -> int:
     return 1 if wrong or not found else 0
 
 
-def check_total_room(folder: str, files: Iterable[tuple[str, int]]) -> None:
-    """Raises FileError where what is still missing of these files does not fit."""
-    need = sum(size for path, size in files if not os.path.isfile(path) or os.path.getsize(path) != size)
-    found = os.statvfs(folder)
-    free = found.f_bavail * found.f_frsize
-    if need > free:
-        what = f"has {format_size(free)} free, and {format_size(need)} are needed"
-        raise FileError(what, where=folder, hint=f"make room for {format_size(need - free)}")
+def check_total_room(files: Iterable[tuple[str, int]]) -> None:
+    """Raises FileError where what is still missing of these files, each with its size, does not fit where it goes."""
+    need, homes = Counter[int](), dict[int, str]()
+    for path, size in files:
+        home = os.path.dirname(path)
+        while not os.path.isdir(home):
+            home = os.path.dirname(home)
+        device = os.stat(home).st_dev
+        homes[device] = home
+        if not os.path.isfile(path) or os.path.getsize(path) != size:
+            draft = f"{path}.part"
+            need[device] += size - (min(size, os.stat(draft).st_blocks * 512) if os.path.isfile(draft) else 0)
+    for device, home in homes.items():
+        found = os.statvfs(home)
+        free = found.f_bavail * found.f_frsize
+        if need[device] > free:
+            what = f"has {format_size(free)} free, and {format_size(need[device])} are needed"
+            raise FileError(what, where=home, hint=f"make room for {format_size(need[device] - free)}")
 
 
 def toml_for_stick(config: Config, with_secret: bool) -> bytes:
@@ -9965,22 +9985,25 @@ def toml_for_stick(config: Config, with_secret: bool) -> bytes:
     )
 
 
+@contextlib.contextmanager
+def disk_errors(where: str, hint: str) -> Iterator[None]:
+    """What the operating system says of a disk there, as FileError."""
+    try:
+        yield
+    except OSError as error:
+        full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+        hint = "make room and type it again: it goes on from here" if full else hint
+        raise FileError(f"cannot be used: {error.strerror}", where=where, hint=hint) from None
+
+
 @with_config
 def cmd_pack(config: Config, name: str, folder: str, with_secret: bool) -> int:
     """Write all that a box needs to a folder, such as a USB stick: program, TOML, engines, models."""
-    state, settings, platform_name = state_folder(config.cluster.name, name), config.node(name), probe_platform()
+    state, settings = state_folder(config.cluster.name, name), config.node(name)
     facts = survey_once(config, name)
     secret_file = config.cluster.secret_file
     if with_secret and os.path.isabs(secret_file):
         raise UsageError("names a place outside the TOML's folder: carry it by hand", where="cluster.secret_file")
-    os.makedirs(folder, exist_ok=True)
-    manifest, old = os.path.join(folder, MANIFEST_NAME), os.path.join(folder, f"{MANIFEST_NAME}.old")
-    with contextlib.suppress(FileNotFoundError):
-        os.replace(manifest, old)  # until this has come to its end, there is no whole stick
-    kept: list[StickFile] = []  # of boxes of other platforms, where pack has run before
-    with contextlib.suppress(FileError):
-        files = read_manifest(folder, f"{MANIFEST_NAME}.old").files
-        kept = [entry for entry in files if entry.platform not in ("", platform_name)]
     with tempfile.TemporaryDirectory() as drafts:
         with open(os.path.join(drafts, CONFIG_NAME), "wb") as file:
             file.write(toml_for_stick(config, with_secret))
@@ -9988,20 +10011,10 @@ def cmd_pack(config: Config, name: str, folder: str, with_secret: bool) -> int:
         if with_secret and secret_file:
             work.append(("secret", secret_file, os.path.join(config.folder, secret_file), ""))
         work += to_pack(config, facts.binaries, engine_places(config, settings, state)[1], settings.model_dirs)
-        entries = [*kept, *pack_files(folder, work, kept, platform_name, HashCache(state))]
-    platforms = sorted({entry.platform for entry in entries if entry.kind == "program"})
-    secret = "" if with_secret else f"write the cluster's secret into {secret_file or 'cluster.secret'}, beside it"
-    text = STICK_TEXT.format(cluster=config.cluster.name, stick="STICK", secret=secret, platforms=", ".join(platforms))
-    for path, content in (
-        ("README.txt", text),
-        (manifest, json.dumps(to_json(Manifest(format=STICK_FORMAT, files=tuple(entries))))),
-    ):
-        with open(os.path.join(folder, path), "w", encoding="utf-8") as written:
-            written.write(content)
-            written.flush()
-            os.fsync(written.fileno())
-    with contextlib.suppress(FileNotFoundError):
-        os.unlink(old)
+        secret = "" if with_secret else f"write the cluster's secret into {secret_file or 'cluster.secret'}, beside it"
+        text = functools.partial(STICK_TEXT.format, cluster=config.cluster.name, stick="STICK", secret=secret)
+        with disk_errors(folder, STICK_BACK):
+            entries = write_stick(folder, work, HashCache(state), text)
     size = format_size(sum(entry.size for entry in entries))
     if not getattr(sys, "frozen", False):
         print("its program is Python source, for boxes with Python and all packages: see `make build`", file=sys.stderr)
@@ -10009,27 +10022,58 @@ def cmd_pack(config: Config, name: str, folder: str, with_secret: bool) -> int:
     return 0
 
 
-def pack_files(
-    folder: str,
-    work: Sequence[tuple[str, str, str, str]],
-    kept: Sequence[StickFile],
-    platform_name: str,
-    cache: HashCache,
-) -> Iterator[StickFile]:
-    """Put files on a stick, one after the other. Raises FileError."""
-    names = {piece.lower() for entry in kept for piece in entry.pieces}
-    files = [(os.path.join(folder, os.path.basename(path)), os.path.getsize(path)) for _, _, path, _ in work]
-    check_total_room(folder, files)
-    meter = Meter(sum(size for _, size in files))
-    for kind, target, path, model in work:
-        tell = functools.partial(meter.add, path)
-        platform = platform_name if kind in ("program", "engine") else ""
-        try:
-            yield pack_file(folder, names, kind, target, path, cache, tell, platform, model)
-        except OSError as error:
-            hint = "put the stick back and type it again: it goes on from here"
-            raise FileError(f"cannot be written: {error.strerror}", where=folder, hint=hint) from None
+def write_stick(
+    folder: str, work: Sequence[tuple[str, str, str, str]], cache: HashCache, text: Callable[..., str]
+) -> list[StickFile]:
+    """Put files on a stick, beside those for other platforms; `work`: see to_pack. Raises FileError, OSError."""
+    os.makedirs(folder, exist_ok=True)
+    manifest, old = os.path.join(folder, MANIFEST_NAME), os.path.join(folder, f"{MANIFEST_NAME}.old")
+    kept: list[StickFile] = []  # of boxes of other platforms, where pack has run before
+    for name in (f"{MANIFEST_NAME}.old", MANIFEST_NAME):
+        with contextlib.suppress(FileError):
+            files = read_manifest(folder, name).files
+            kept = [entry for entry in files if entry.platform not in ("", probe_platform())]
+    planned = plan_stick(work, kept)
+    check_total_room(
+        (os.path.join(folder, name), piece.size)
+        for entry in planned.values()
+        for name, piece in zip(entry.pieces, piece_listing(entry.size, ()).files, strict=True)
+    )
+    with contextlib.suppress(FileNotFoundError):
+        os.replace(manifest, old)  # until this has come to its end, there is no whole stick
+    packed = pack_files(folder, planned, cache)
+    entries = [*kept, *(replace(packed[path], path=target, model=model) for _, target, path, model in work)]
+    platforms = ", ".join(sorted({entry.platform for entry in entries if entry.kind == "program"}))
+    data = json.dumps(to_json(Manifest(format=STICK_FORMAT, files=tuple(entries))))
+    for path, content in ((os.path.join(folder, "README.txt"), text(platforms=platforms)), (manifest, data)):
+        with open(f"{path}.new", "w", encoding="utf-8") as written:
+            written.write(content)
+            written.flush()
+            os.fsync(written.fileno())
+        os.replace(f"{path}.new", path)
+    with contextlib.suppress(FileNotFoundError):
+        os.unlink(old)
+    return entries
+
+
+def plan_stick(work: Sequence[tuple[str, str, str, str]], kept: Sequence[StickFile]) -> dict[str, StickFile]:
+    """Each file here with its names on the stick, once, also where several models share it; without its hashes yet."""
+    names, planned = {piece.lower() for entry in kept for piece in entry.pieces}, dict[str, StickFile]()
+    for kind, target, path, _ in work:
+        if path not in planned:
+            platform, size = probe_platform() if kind in ("program", "engine") else "", os.path.getsize(path)
+            pieces = piece_names(stick_name(kind, target, platform, names), size)
+            planned[path] = StickFile(kind=kind, path=target, size=size, hashes=(), pieces=pieces, platform=platform)
+    return planned
+
+
+def pack_files(folder: str, planned: Mapping[str, StickFile], cache: HashCache) -> dict[str, StickFile]:
+    """Put these files on a stick, one after the other. Raises FileError, OSError."""
+    meter, packed = Meter(sum(entry.size for entry in planned.values())), dict[str, StickFile]()
+    for path, entry in planned.items():
+        packed[path] = pack_file(folder, path, entry, cache, functools.partial(meter.add, path))
     meter.end("all of it is written")
+    return packed
 
 
 def cmd_unpack(node: str | None, stick: str, to: str, over: bool) -> int:
@@ -10042,30 +10086,34 @@ def unpack_stick(stick: str, to: str, node: str | None, over: bool) -> None:
     """Install into the folder `to`: TOML and secret first, then what they say that this box needs. Raises
     ShardboxError."""
     manifest = read_manifest(stick)
-    os.makedirs(to, exist_ok=True)
-    if os.path.commonpath([os.path.realpath(to), os.path.realpath(stick)]) == os.path.realpath(stick):
-        raise UsageError(
-            "is on the stick itself", where=to, hint="--to FOLDER, or go to the folder where it is to live"
-        )
-    for entry in manifest.files:
-        if entry.kind in ("toml", "secret"):
-            unpack_file(stick, entry, safe_place(entry.path, folder=to), over, lambda _: None)
-    config = load_config(os.path.join(to, CONFIG_NAME))
-    name = node_name(config, node)
-    needed = [entry for entry in manifest.files if is_needed(entry, config, name)]
-    dirs, size = config.node(name).model_dirs, sum(entry.size for entry in needed)
-    places, meter = [safe_place(entry.path, folder=to, dirs=dirs) for entry in needed], Meter(size)
-    check_total_room(to, [(path, entry.size) for path, entry in zip(places, needed, strict=True)])
+    with disk_errors(to, "what is there is kept"):
+        os.makedirs(to, exist_ok=True)
+        if os.path.commonpath([os.path.realpath(to), os.path.realpath(stick)]) == os.path.realpath(stick):
+            hint = "--to FOLDER, or go to the folder where it is to live"
+            raise UsageError("is on the stick itself", where=to, hint=hint)
+        for entry in manifest.files:
+            if entry.kind in ("toml", "secret"):
+                unpack_file(stick, entry, safe_place(entry.path, folder=to), over, lambda _: None)
+        config = load_config(os.path.join(to, CONFIG_NAME))
+        name = node_name(config, node)
+        needed = [entry for entry in manifest.files if is_needed(entry, config, name)]
+        dirs = config.node(name).model_dirs
+        places = [safe_place(entry.path, folder=to, dirs=dirs) for entry in needed]
+        check_total_room((path, entry.size) for path, entry in zip(places, needed, strict=True))
+        install(stick, needed, places, over, state_folder(config.cluster.name, name))
+        size = format_size(sum(entry.size for entry in needed))
+        Meter().end(f"{to}: {len(needed)} files, {size}, every byte checked")
+
+
+def install(stick: str, needed: Sequence[StickFile], places: Sequence[str], over: bool, state: str) -> None:
+    """Bring files from a stick to their places; models are noted in the ledger. Raises FileError, OSError."""
+    meter = Meter(sum(entry.size for entry in needed))
     for entry, path in zip(needed, places, strict=True):
-        try:
+        with disk_errors(path, "what is there is kept"):
             put = unpack_file(stick, entry, path, over, functools.partial(meter.add, path))
-        except OSError as error:
-            raise FileError(f"cannot be written: {error.strerror}", where=path, hint="what is there is kept") from None
         if entry.kind == "model":
-            state = state_folder(config.cluster.name, name)
             os.makedirs(state, mode=0o700, exist_ok=True)
             note_in_ledger(state, put)
-    meter.end(f"{to}: {len(needed)} files, {format_size(size)}, every byte checked")
 
 
 def is_needed(entry: StickFile, config: Config, name: str) -> bool:

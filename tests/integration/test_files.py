@@ -648,3 +648,91 @@ def test_prune_removes_only_what_was_copied_here_and_after_a_yes(pair: Lan) -> N
     assert str(file_of(beta)) in beta.run("models", "--prune").stdout and file_of(beta).exists()
     assert f"removed {file_of(beta)}" in beta.run("models", "--prune", "--yes").stdout
     assert not file_of(beta).exists() and file_of(alpha).exists()
+
+
+# --- nine boxes, the tests run in order ---
+
+NINE = tuple(f"box{n}" for n in range(9))
+
+
+def knows_whole(box: Host, *whole: str) -> bool:
+    """Whether a box knows that these, and no others, have the model whole."""
+    return {name for name, state in states(box).items() if state == "whole"} == {*whole}
+
+
+@pytest.fixture(scope="module")
+def nine(hosts: MakeLan) -> Iterator[list[Host]]:
+    """Nine boxes of which the first has the model; copies take their time."""
+    head = '[cluster]\nname = "copies"\nsecret_file = "cluster.secret"\ncopy_limit = "24MiB"\n'
+    text = f'{head}[engine]\nkind = "rehearsal"\n[[models]]\nname = "tiny"\npath = "{NAME}"\nautostart = false\n'
+    with hosts(text, NINE) as lan:
+        at_home(lan)
+        write_model(file_of(lan.hosts["box0"]), FIVE)
+        boxes = lan.up(*NINE)
+        for box in boxes:
+            eventually(functools.partial(knows_whole, box, "box0"), f"{box.name} knows of box0's copy")
+        yield boxes
+
+
+def begins(box: Host) -> subprocess.Popen[str]:
+    """A `pull` of which a chunk has landed."""
+    pulling = box.popen("pull", "tiny")
+    box.wait_status(lambda found: any(view.node == box.name and view.done_bytes for view in found.copies), "a chunk")
+    return pulling
+
+
+@pytest.mark.namespaces
+def test_eight_boxes_get_the_file_also_the_one_that_is_killed_under_way(nine: list[Host]) -> None:
+    source, victim, others = nine[0], nine[1], nine[2:]
+    pulling = [box.popen("pull", "tiny") for box in others]
+    cut = begins(victim)
+    assert victim.up_process
+    victim.up_process.kill()
+    assert cut.wait(20) == 1 and not file_of(victim).exists()
+    victim.up()
+    eventually(lambda: states(victim).get("box0") == "whole", "the victim is up again")
+    assert victim.run("pull", "tiny").returncode == 0
+    assert [process.wait(60) for process in pulling] == [0] * 7
+    whole = file_of(source).read_bytes()
+    assert all(file_of(box).read_bytes() == whole for box in nine)
+    assert not [path for box in nine for path in box.folder.rglob("*.part")]
+
+
+@pytest.mark.namespaces
+def test_source_that_is_killed_under_way_is_replaced_by_another(nine: list[Host]) -> None:
+    source, taker, others = nine[0], nine[8], nine[2:8]
+    for box in (taker, *others):  # box1 alone has it too
+        file_of(box).unlink()
+    eventually(lambda: knows_whole(taker, "box0", "box1"), "two have it")
+    pulling = begins(taker)
+    assert source.up_process
+    source.up_process.kill()
+    assert pulling.wait(60) == 0, taker.output(pulling)
+    assert file_of(taker).read_bytes() == file_of(source).read_bytes()
+
+
+@pytest.mark.large
+@pytest.mark.namespaces
+@pytest.mark.timeout(600)
+def test_copy_of_several_gib_that_is_killed_under_way_goes_on_from_there(hosts: MakeLan) -> None:
+    with hosts(toml(("alpha", "beta"), "autostart = false"), ("alpha", "beta")) as lan:
+        at_home(lan)
+        alpha, beta = lan.hosts["alpha"], lan.hosts["beta"]
+        with write_model(file_of(alpha), 2 * CHUNK_BYTES).open("r+b") as file:  # the rest is a hole, but for its end
+            file.seek((4 << 30) + 5)
+            file.write(b"end")
+        size = file_of(alpha).stat().st_size
+        lan.up("alpha", "beta")
+        eventually(lambda: states(beta).get("alpha") == "whole", "alpha has read its copy", 300)
+        pulling = beta.popen("pull", "tiny")
+        beta.wait_status(lambda found: any(view.done_bytes > size // 3 for view in found.copies), "a third", 300)
+        assert beta.up_process
+        beta.up_process.kill()
+        assert pulling.wait(20) == 1 and not file_of(beta).exists()
+        beta.up()
+        eventually(lambda: states(beta).get("alpha") == "whole", "beta is up again")
+        pulling = beta.popen("pull", "tiny")
+        begun = beta.wait_status(lambda found: any(view.bytes_per_s for view in found.copies), "it goes on", 300)
+        assert begun.copies[0].done_bytes > size // 3 - CHUNK_BYTES
+        assert pulling.wait(300) == 0
+        assert subprocess.run(["cmp", file_of(alpha), file_of(beta)], check=False).returncode == 0

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from fat import CLUSTER_BYTES, Stick, why_no_fat
 from hosts import SECRET, Lan, eventually, hosts, shardbox_command
 from models import write_model
 
@@ -66,7 +67,7 @@ class Kitchen:
         return done
 
     def unpack(self, *more: str, node: str = "beta") -> subprocess.CompletedProcess[str]:
-        return self.run("unpack", str(self.stick), "--to", str(self.new), *more, node=node, cwd=self.stick)
+        return self.run("unpack", str(self.stick), "--to", str(self.new), *more, node=node, cwd=self.stick.parent)
 
     def manifest(self) -> Any:
         return json.loads((self.stick / "manifest.json").read_text())
@@ -230,6 +231,117 @@ def test_file_of_the_box_with_other_bytes_stays_unless_replaced(kitchen: Kitchen
     assert done.returncode == 1 and "is there with other bytes" in done.stderr
     assert (kitchen.new / "shardbox.toml").read_text() == "# mine\n"
     assert kitchen.unpack("--replace").returncode == 0
+
+
+# --- a stick that is a real file system, as FAT32 is ---
+
+STICK_BYTES = 96 * MIB
+
+
+@pytest.fixture
+def fat(kitchen: Kitchen) -> Stick:
+    if reason := why_no_fat():
+        pytest.skip(reason)
+    return Stick(kitchen.home.parent / "on the stick", kitchen.stick, STICK_BYTES)
+
+
+def same(kitchen: Kitchen, *paths: str) -> bool:
+    return all((kitchen.new / path).read_bytes() == (kitchen.home / path).read_bytes() for path in paths)
+
+
+def test_fat_takes_all_and_gives_it_back(kitchen: Kitchen, fat: Stick) -> None:
+    (kitchen.home / "models/B.GGUF").write_bytes(os.urandom(MIB))  # FAT could not tell it from b.gguf
+    more = '[[models]]\nname = "upper"\npath = "models/B.GGUF"\n[[models]]\nname = "too"\npath = "models/B.GGUF"\n'
+    with (kitchen.home / "shardbox.toml").open("a") as file:
+        file.write(more)
+    with fat.plugged():
+        kitchen.pack("--with-secret")
+        size = sum(path.stat().st_size for path in kitchen.stick.rglob("*.*"))
+    with fat.plugged():
+        kitchen.pack("--with-secret")  # finds all of it there: there would be no room for more
+        assert sum(path.stat().st_size for path in kitchen.stick.rglob("*.*")) == size
+        done = kitchen.unpack()
+        assert done.returncode == 0, done.stderr
+        assert same(kitchen, MODEL, "models/B.GGUF", "shardbox.toml", "cluster.secret", "my engines/llama-cli")
+        assert kitchen.unpack(node="alpha").returncode == 0 and same(kitchen, "models/b.gguf")
+    assert (kitchen.new / "my engines/llama-cli").stat().st_mode & 0o777 == 0o755
+    assert (kitchen.new / "cluster.secret").stat().st_mode & 0o777 == 0o600
+
+
+@pytest.mark.parametrize("calls", [0, 7, 31, 74, 190])
+def test_fat_pulled_out_at_any_moment_goes_on_when_it_is_back(kitchen: Kitchen, fat: Stick, calls: int) -> None:
+    with fat.plugged(calls):
+        cut = kitchen.run("pack", str(kitchen.stick))
+    assert cut.returncode == 1 and "put the stick back" in cut.stderr and "Traceback" not in cut.stderr
+    with fat.plugged():
+        half = kitchen.unpack()
+        assert half.returncode == 1 and "`pack` did not come to its end" in half.stderr
+        kitchen.pack()
+    with fat.plugged(min(calls, 74)):
+        cut = kitchen.unpack()
+    assert cut.returncode == 1 and "put the stick back" in cut.stderr and "Traceback" not in cut.stderr
+    assert not (kitchen.new / MODEL).exists()
+    with fat.plugged():
+        done = kitchen.unpack()
+        assert done.returncode == 0, done.stderr
+    assert same(kitchen, MODEL)
+
+
+def test_fat_without_room_is_named_first_and_stays_the_stick_that_it_was(kitchen: Kitchen, fat: Stick) -> None:
+    with fat.plugged():
+        kitchen.pack()
+        before = kitchen.manifest()
+        write_model(kitchen.home / "models/b.gguf", STICK_BYTES, seed=3)
+        done = kitchen.run("pack", str(kitchen.stick))
+        assert done.returncode == 1 and re.search("has .* free, and .* are needed", done.stderr), done.stderr
+        assert "make room for" in done.stderr and kitchen.manifest() == before
+
+
+def test_fat_that_fills_up_under_way_is_named_and_goes_on_with_room(kitchen: Kitchen, fat: Stick) -> None:
+    packed = [path for path in kitchen.home.rglob("*") if path.is_file() and path.suffix != ".secret"]
+    sizes = [path.stat().st_size for path in (*packed, Path(shardbox_command()[-1]))]
+    with fat.plugged():
+        filler = kitchen.stick / "other"  # leaves room for all of them, but not for the manifest
+        filler.write_bytes(bytes(STICK_BYTES - sum(-(-size // CLUSTER_BYTES) * CLUSTER_BYTES for size in sizes)))
+        done = kitchen.run("pack", str(kitchen.stick))
+        assert done.returncode == 1 and "No space left" in done.stderr and "make room and type it again" in done.stderr
+        filler.unlink()
+        kitchen.pack()
+        assert kitchen.unpack().returncode == 0 and same(kitchen, MODEL)
+
+
+def test_box_whose_disk_is_fat_and_full_is_named_and_takes_all_with_room(kitchen: Kitchen, fat: Stick) -> None:
+    """Here the box's own disk is the FAT, and the stick a folder."""
+    box, stick = kitchen.stick, kitchen.home.parent / "folder"
+    assert kitchen.run("pack", str(stick)).returncode == 0
+    with fat.plugged():
+        (box / "other").write_bytes(bytes(STICK_BYTES - SIZE))
+        full = kitchen.run("unpack", str(stick), "--to", str(box), node="beta")
+        assert full.returncode == 1 and "Traceback" not in full.stderr, full.stderr
+        assert "make room" in full.stderr and not (box / MODEL).exists()
+        (box / "other").unlink()
+        done = kitchen.run("unpack", str(stick), "--to", str(box), node="beta")
+        assert done.returncode == 0, done.stderr
+        assert (box / MODEL).read_bytes() == (kitchen.home / MODEL).read_bytes()
+
+
+@pytest.mark.large
+@pytest.mark.timeout(600)
+def test_model_of_more_than_four_gib_goes_onto_fat_in_parts_and_comes_back_whole(kitchen: Kitchen, fat: Stick) -> None:
+    size = (4 << 30) + 3 * CHUNK_BYTES + 5
+    large = Stick(kitchen.home.parent / "large stick", kitchen.stick, 2 * size)
+    with (kitchen.home / MODEL).open("r+b") as file:  # all but its first and last bytes are a hole
+        file.truncate(size)
+        file.seek(size - MIB)
+        file.write(os.urandom(MIB))
+    with large.plugged():
+        packed = kitchen.pack()
+        (entry,) = [entry for entry in kitchen.manifest()["files"] if entry["model"] == "big"]
+        sizes = [(kitchen.stick / piece).stat().st_size for piece in entry["pieces"]]
+        assert sizes == [PIECE_BYTES, size - PIECE_BYTES] and max(sizes) < 4 << 30, packed.stdout
+        done = kitchen.unpack()
+        assert done.returncode == 0, done.stderr
+    assert subprocess.run(["cmp", kitchen.home / MODEL, kitchen.new / MODEL], check=False).returncode == 0
 
 
 def test_unpack_onto_the_stick_is_refused(kitchen: Kitchen) -> None:
