@@ -6576,7 +6576,7 @@ class Peers:
                 kind = error.kind if isinstance(error, MeshError) else ""
                 if kind not in ("", "unreachable", peer.refused_for):  # said once: this wait has no end by itself
                     peer.refused_for = kind
-                    log.warning("%s takes no part: %s", peer.name, error)
+                    log.warning("%s takes no part: %s", peer.name, error.what)
                 if peer.facts and time.monotonic() - peer.last_seen > LOST_S:
                     self._mesh.drop(peer.name)
             with contextlib.suppress(TimeoutError):
