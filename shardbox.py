@@ -4193,12 +4193,10 @@ class SealedLink:
 
     def _tools(self, way: int) -> tuple[AESGCM, memoryview, memoryview]:
         """(cipher, buffer for a plain frame, buffer for a sealed one); they take memory only once touched."""
-        from mmap import mmap
-
         from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 
         assert self._keys is not None
-        plain, sealed = mmap(-1, self._frame_bytes), mmap(-1, self._frame_bytes + _OVERHEAD_BYTES)
+        plain, sealed = (mmap.mmap(-1, self._frame_bytes + more) for more in (0, _OVERHEAD_BYTES))
         return AESGCM(self._keys[way]), memoryview(plain), memoryview(sealed)
 
     def _outward(self, local: socket.socket, stats: WireStats) -> None:
@@ -4274,6 +4272,92 @@ class SealedLink:
             yield moved
 
 
+LinkT = TypeVar("LinkT", bound=SealedLink)
+
+
+class SealedStream(SealedLink):
+    """A connection that one thread of this node uses itself: without pumps, bytes are copied once less at each end.
+
+    That thread leaves it by the end of `with`; `close` from another one ends its waiting.
+    """
+
+    def __init__(
+        self, sock: socket.socket, *, peer: str, service: str, keys: tuple[bytes, bytes] | None, dead_peer_s: float
+    ) -> None:
+        super().__init__(sock, peer=peer, service=service, keys=keys, dead_peer_s=dead_peer_s)
+        _tune(sock)
+        self.silent_s = math.inf  # a call in which nothing moves for longer raises TimeoutError
+        self._running, self._since = 1, 0.0
+        self._buffer = memoryview(mmap.mmap(-1, FRAME_BYTES))
+        self._opened, self._ended, self._have = self._buffer[:0], False, 0  # bytes to be read; sealed ones to be opened
+        self._numbers = [0, 0]  # of the next frame out, and in
+        if keys:
+            (self._sealer, _, self._sealed), (self._opener, _, self._came) = self._tools(0), self._tools(1)
+
+    def __enter__(self) -> SealedStream:
+        _let_the_waker_go_on()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        with self._lock:
+            self._running = 0
+            self._sides.clear()
+            _reset(self._wire) if self._cut else self._wire.close()
+
+    def read(self, limit: int) -> memoryview:
+        """Up to `limit` bytes, good until the next call; none at the end. Raises OSError."""
+        while not self._opened and not self._ended:
+            self._fill()
+        piece, self._opened = self._opened[:limit], self._opened[limit:]
+        return piece
+
+    def recv_into(self, view: memoryview | bytearray) -> int:
+        """As of a socket. Raises OSError."""
+        piece = self.read(len(view))
+        view[: len(piece)] = piece
+        return len(piece)
+
+    def sendall(self, data: bytes | memoryview) -> None:
+        """As of a socket. Raises OSError."""
+        view = memoryview(data)
+        for start in range(0, len(view), FRAME_BYTES):
+            piece = view[start : start + FRAME_BYTES]
+            if self._keys:
+                piece = seal_frame(self._sealer, self._numbers[0], piece, self._sealed)
+                self._numbers[0] += 1
+            self._deliver(self._wire, piece)
+
+    def _fill(self) -> None:
+        from cryptography.exceptions import InvalidTag
+
+        if not self._keys:
+            got = self._moved(self._wire, self._wire.recv_into, self._buffer)
+            self._opened, self._ended = self._buffer[:got], not got
+            return
+        came = self._came
+        got = self._moved(self._wire, self._wire.recv_into, came[self._have :])
+        if not got:
+            raise ConnectionResetError(f"{self.peer} broke the connection: cut off")
+        have = self._have + got
+        try:
+            found = open_frames(self._opener, self._numbers[1], came[:have], self._buffer)
+        except InvalidTag:
+            raise ConnectionAbortedError(f"bytes from {self.peer} were changed on the way") from None
+        self._numbers[1], used, gained, self._ended = found
+        self._opened, self._have = self._buffer[:gained], have - used
+        if used:
+            came[: self._have] = came[used:have]
+
+    def _moved(self, sock: socket.socket, move: Callable[[T], int], what: T) -> int:
+        self._since = time.monotonic()
+        return super()._moved(sock, move, what)
+
+    def _check(self) -> None:
+        super()._check()
+        if time.monotonic() - self._since > self.silent_s:
+            raise TimeoutError(f"nothing moved for {self.silent_s:.0f} s")
+
+
 class _Station:
     """Serves what connects to its listeners, and owns the links that it made, until close().
 
@@ -4320,7 +4404,7 @@ class _Station:
         with self._lock:
             return self._guests.pop(threading.current_thread(), None) is not None
 
-    def _adopt(self, link: SealedLink) -> SealedLink:
+    def _adopt(self, link: LinkT) -> LinkT:
         with self._lock:
             self._links.add(link)
         if self._closing.is_set():
@@ -4390,7 +4474,9 @@ def _handshake_failure(error: OSError) -> tuple[str, str, str]:
     return "not_tls", "protocol", "what answers there is no shardbox"
 
 
-OpenService = Callable[[str, str], tuple[socket.socket, WireStats]]
+# what is at the near end of a service: a socket to be joined to it, or what uses the connection, in its own thread
+Near: TypeAlias = "socket.socket | Callable[[SealedStream], None]"
+OpenService = Callable[[str, str], tuple[Near, WireStats]]
 
 
 class Mesh(_Station):
@@ -4447,7 +4533,7 @@ class Mesh(_Station):
     def _answer(self, tls: ssl.SSLSocket, deadline: float) -> str:
         """Open what a proven peer asks for and start pumping; "" or the kind of refusal. Raises OSError."""
         asked, note = _hear(tls, deadline)
-        peer, service, local = str(note.get("from")), str(note.get("service")), None
+        peer, service, local = str(note.get("from")), str(note.get("service")), typing.cast("Near | None", None)
         kind, reason = self._mismatch(note)
         if not kind and not self._is_pinned(tls, peer):
             kind, reason = "wrong_key", f"[[nodes]] pins another key for {peer!r:.70} than the caller has"
@@ -4461,13 +4547,17 @@ class Mesh(_Station):
             answered = _say(tls, deadline, node=self._keys.node, kind=kind, reason=reason[:500])
             bare = _leave_tls(tls, deadline)  # also when refusing: closing over unread bytes could destroy it
         except OSError:
-            if local is not None:
+            if isinstance(local, socket.socket):
                 _reset(local)
             raise
+        keys = _frame_keys(asked, answered)[::-1]
         if local is None:
             bare.close()
+        elif isinstance(local, socket.socket):
+            self._link(SealedLink, bare, peer, service, keys).pump(local, stats)
         else:
-            self._link(bare, peer, service, _frame_keys(asked, answered)[::-1]).pump(local, stats)
+            stream = self._link(SealedStream, bare, peer, service, keys)
+            threading.Thread(target=local, name=f"stream-{peer}", args=(stream,), daemon=True).start()
         return kind
 
     def _mismatch(self, note: dict[str, object]) -> tuple[str, str]:
@@ -4492,14 +4582,21 @@ class Mesh(_Station):
         public = load_der_x509_certificate(tls.getpeercert(binary_form=True) or b"").public_key()
         return pin == _key_text(typing.cast("Ed25519PublicKey", public))
 
-    def _link(self, sock: socket.socket, peer: str, service: str, keys: tuple[bytes, bytes]) -> SealedLink:
+    def _link(
+        self, kind: type[LinkT], sock: socket.socket, peer: str, service: str, keys: tuple[bytes, bytes]
+    ) -> LinkT:
         plain = self._keys.encryption == "off" and service != "control"  # orders stay sealed: they are few
-        link = SealedLink(sock, peer=peer, service=service, keys=None if plain else keys, dead_peer_s=self._dead_peer_s)
-        return self._adopt(link)
+        return self._adopt(
+            kind(sock, peer=peer, service=service, keys=None if plain else keys, dead_peer_s=self._dead_peer_s)
+        )
 
     def dial(self, address: str, port: int, peer: str, service: str, timeout_s: float) -> SealedLink:
         """A link to the node `peer` for `service`; blocks up to `timeout_s`. Raises MeshError."""
-        return self._call(address, port, peer, service, timeout_s)[0]
+        return self._call(SealedLink, address, port, peer, service, timeout_s)[0]
+
+    def stream(self, address: str, port: int, peer: str, service: str, timeout_s: float) -> SealedStream:
+        """The same for a thread that uses it itself."""
+        return self._call(SealedStream, address, port, peer, service, timeout_s)[0]
 
     def connect(self, address: str, port: int, peer: str, service: str, timeout_s: float) -> socket.socket:
         """The same as a plain stream socket. A reset may look like an end there: check lengths or hashes."""
@@ -4517,11 +4614,13 @@ class Mesh(_Station):
 
     def probe(self, address: str, port: int, timeout_s: float) -> str:
         """The name of the node there, if it has the secret and speaks as we do. Raises MeshError."""
-        link, node = self._call(address, port, "", "", timeout_s)
+        link, node = self._call(SealedLink, address, port, "", "", timeout_s)
         link.close()
         return node
 
-    def _call(self, address: str, port: int, peer: str, service: str, timeout_s: float) -> tuple[SealedLink, str]:
+    def _call(
+        self, wanted: type[LinkT], address: str, port: int, peer: str, service: str, timeout_s: float
+    ) -> tuple[LinkT, str]:
         """(link, name of the node there) once `service` is open; "" as peer and service only asks for the name."""
         where = f"{peer} at {address}:{port}".removeprefix(" at ")
         deadline, step = time.monotonic() + timeout_s, "no connection"
@@ -4550,7 +4649,7 @@ class Mesh(_Station):
         if answer.get("kind"):
             bare.close()
             raise MeshError(str(answer.get("reason")), kind=str(answer["kind"]), where=where)
-        return self._link(bare, peer, service, _frame_keys(asked, answered)), node
+        return self._link(wanted, bare, peer, service, _frame_keys(asked, answered)), node
 
 
 class Wire(_Station):
@@ -4605,7 +4704,6 @@ class Wire(_Station):
 
 LONE_STREAMS = 2  # connections to an only giver, once a chunk has come: one receives while the other hashes
 MAX_STREAMS = 16  # in all
-PIECE_OF_CHUNK_BYTES = 256 * 1024  # received, hashed and written while it is in the processor's cache
 SILENT_S = 15.0  # a giver that sends nothing for so long is given up for now
 BENCH_S = 10.0  # how long one that failed is left alone
 SLOW_S = 5.0  # once all that is missing is on its way: a chunk that takes longer, and four times as long as others,
@@ -4687,7 +4785,7 @@ class Pace:
             time.sleep(min(self._next - now, SILENT_S / 3))
 
 
-def receive_exactly(sock: socket.socket, view: memoryview) -> None:
+def receive_exactly(sock: socket.socket | SealedStream, view: memoryview) -> None:
     """Fill `view`. Raises OSError when the connection ends before."""
     while view:
         got = sock.recv_into(view)
@@ -4928,33 +5026,32 @@ class Giver:
         self._chunks = listing.chunks
         self._handed_out, self._lock = [0] * len(self._chunks), threading.Lock()
 
-    def serve(self, sock: socket.socket) -> None:
+    def serve(self, stream: SealedStream) -> None:
         """Answer one taker until it leaves; in a thread. Files that changed meanwhile end it."""
         with contextlib.suppress(OSError, struct.error), contextlib.ExitStack() as stack:
-            stack.enter_context(sock)
+            stack.enter_context(stream)
             files = [stack.enter_context(file) for file in self._open()]
             letter, bitmap = bytearray(1), bytearray(-(-len(self._chunks) // 8))
-            while sock.recv_into(letter):
-                sock.settimeout(SILENT_S)  # a taker that stands still must not keep others waiting
+            while stream.recv_into(letter):
+                stream.silent_s = SILENT_S  # a taker that stands still must not keep others waiting
                 if letter == b"L":
                     data = json.dumps(to_json(self._listing)).encode()
-                    sock.sendall(_LENGTH.pack(len(data)) + data)
-                    sock.settimeout(None)
-                    continue
-                receive_exactly(sock, memoryview(bitmap))
-                self._offer(sock, files, int.from_bytes(bitmap, "little"))
-                sock.settimeout(None)
+                    stream.sendall(_LENGTH.pack(len(data)) + data)
+                else:
+                    receive_exactly(stream, memoryview(bitmap))
+                    self._offer(stream, files, int.from_bytes(bitmap, "little"))
+                stream.silent_s = math.inf
 
-    def _offer(self, sock: socket.socket, files: Sequence[BinaryIO], wanted: int) -> None:
+    def _offer(self, stream: SealedStream, files: Sequence[BinaryIO], wanted: int) -> None:
         """Offer one chunk, and send it if that is still welcome."""
         self._await_chunk(wanted)
         number, answer = self._pick(wanted), bytearray(1)
-        sock.sendall(_CHUNK_NUMBER.pack(number))
+        stream.sendall(_CHUNK_NUMBER.pack(number))
         if number < 0:
             return
-        receive_exactly(sock, memoryview(answer))
+        receive_exactly(stream, memoryview(answer))
         if answer == b"y":
-            self._send(sock, files, number)
+            self._send(stream, files, number)
         else:
             self._handed_out[number] -= 1
 
@@ -4981,13 +5078,15 @@ class Giver:
                 self._handed_out[number] += 1
         return number
 
-    def _send(self, sock: socket.socket, files: Sequence[BinaryIO], number: int) -> None:
+    def _send(self, stream: SealedStream, files: Sequence[BinaryIO], number: int) -> None:
         owner, start, size, _ = self._chunks[number]
+        buffer = memoryview(bytearray(min(size, FRAME_BYTES)))
         while size:
-            step = min(size, MIB)
-            self._pace.spend(step)
-            if sock.sendfile(files[owner], start, step) != step:
+            step = os.preadv(files[owner].fileno(), [buffer[:size]], start)
+            if not step:
                 raise ConnectionAbortedError("the file has become shorter")
+            self._pace.spend(step)
+            stream.sendall(buffer[:step])
             start, size = start + step, size - step
 
 
@@ -4997,7 +5096,7 @@ class Copy:
 
     def __init__(
         self, *, model: str, node: str, root: str, place: Callable[[Listing], Sequence[str]], pace: Pace,
-        givers: Callable[[], Sequence[str]], connect: Callable[[str], socket.socket],
+        givers: Callable[[], Sequence[str]], connect: Callable[[str], SealedStream],
         replace: bool = False, mode: int = 0o644, sha256: Sequence[str] = (),
     ) -> None:  # fmt: skip
         """`model`: "" for engines. `place`: paths for a listing's files. `givers`: nodes that have it now, those with
@@ -5014,7 +5113,7 @@ class Copy:
         self._received = 0  # bytes, also of chunks that are not whole yet
         self._benched: dict[str, tuple[float, str]] = {}  # giver -> until when, and why
         self._streams: dict[threading.Thread, str] = {}
-        self._open: set[socket.socket] = set()
+        self._open: set[SealedStream] = set()
         self._rates: collections.deque[tuple[float, int]] = collections.deque(maxlen=11)
         self._fault: OSError | None = None  # of this box's disk
 
@@ -5031,8 +5130,8 @@ class Copy:
             self.hint = "make room: what has landed is kept" if full else "check that disk"
         finally:
             self._stop.set()
-            for sock in list(self._open):
-                _wake(sock)
+            for stream in list(self._open):
+                stream.close()
             for thread in list(self._streams):
                 thread.join(SILENT_S)
             if self.landing is not None:
@@ -5072,13 +5171,13 @@ class Copy:
         while time.monotonic() < deadline and not self._stop.is_set():
             for name in self._ready():
                 try:
-                    with contextlib.closing(self._connect(name)) as sock:
-                        sock.settimeout(SILENT_S)
-                        sock.sendall(b"L")
+                    with self._connect(name) as stream:
+                        stream.silent_s = SILENT_S
+                        stream.sendall(b"L")
                         head = bytearray(_LENGTH.size)
-                        receive_exactly(sock, memoryview(head))
+                        receive_exactly(stream, memoryview(head))
                         data = bytearray(min(_LENGTH.unpack(head)[0], MAX_LISTING_BYTES))
-                        receive_exactly(sock, memoryview(data))
+                        receive_exactly(stream, memoryview(data))
                     return read_listing(bytes(data), self.root)
                 except (ShardboxError, OSError) as error:
                     self._bench(name, error)
@@ -5129,30 +5228,30 @@ class Copy:
 
     def _take_from(self, name: str, landing: Landing) -> None:
         """One stream from one giver, in a thread."""
-        size = -(-len(landing.chunks) // 8)
-        buffer, number = memoryview(bytearray(PIECE_OF_CHUNK_BYTES)), bytearray(_CHUNK_NUMBER.size)
+        size, number = -(-len(landing.chunks) // 8), bytearray(_CHUNK_NUMBER.size)
         try:
-            with contextlib.closing(self._connect(name)) as sock:
-                sock.settimeout(SILENT_S)
-                self._open.add(sock)
-                while landing.missing and not self._stop.is_set():
-                    wanted = self._wanted(landing)
-                    if not wanted:
-                        with landing.changed:
-                            landing.changed.wait(0.2)
-                        continue
-                    sock.sendall(b"A" + wanted.to_bytes(size, "little"))
-                    receive_exactly(sock, memoryview(number))
-                    chosen = _CHUNK_NUMBER.unpack(number)[0]
-                    if chosen >= 0 and not wanted >> chosen & 1:
-                        raise MessageError("sends what was not asked for")
-                    if chosen >= 0:
-                        self._take(sock, landing, chosen, buffer)
+            with self._connect(name) as stream:
+                stream.silent_s = SILENT_S
+                self._open.add(stream)
+                try:
+                    while landing.missing and not self._stop.is_set():
+                        wanted = self._wanted(landing)
+                        if not wanted:
+                            with landing.changed:
+                                landing.changed.wait(0.2)
+                            continue
+                        stream.sendall(b"A" + wanted.to_bytes(size, "little"))
+                        receive_exactly(stream, memoryview(number))
+                        chosen = _CHUNK_NUMBER.unpack(number)[0]
+                        if chosen >= 0 and not wanted >> chosen & 1:
+                            raise MessageError("sends what was not asked for")
+                        if chosen >= 0:
+                            self._take(stream, landing, chosen)
+                finally:
+                    self._open.discard(stream)
         except (ShardboxError, OSError) as error:
             if not self._stop.is_set() and landing.missing:
                 self._bench(name, error)
-        finally:
-            self._open = {sock for sock in list(self._open) if sock.fileno() >= 0}
 
     def _wanted(self, landing: Landing) -> int:
         """A bitmap: what nobody is sending; once that is nothing, what has been on its way for long."""
@@ -5165,7 +5264,7 @@ class Copy:
     def _slow_s(self) -> float:
         return max(SLOW_S, 4 * self._chunk_s)
 
-    def _take(self, sock: socket.socket, landing: Landing, number: int, buffer: memoryview) -> None:
+    def _take(self, stream: SealedStream, landing: Landing, number: int) -> None:
         """Accept a chunk, if no other stream was quicker, check it and store it."""
         now = time.monotonic()
         with self._lock:
@@ -5174,11 +5273,11 @@ class Copy:
             welcome = landing.missing >> number & 1 and (not late or begun[-1] < now - self._slow_s)
             if welcome:
                 self._in_flight[number] = [*begun, now]
-        sock.sendall(b"y" if welcome else b"n")
+        stream.sendall(b"y" if welcome else b"n")
         if not welcome:
             return
         try:
-            self._receive(sock, landing, number, buffer, late)
+            self._receive(stream, landing, number, late)
             self._chunk_s = 0.8 * self._chunk_s + 0.2 * (time.monotonic() - now)
         finally:
             with self._lock:
@@ -5186,12 +5285,12 @@ class Copy:
                 if not self._in_flight[number]:
                     del self._in_flight[number]
 
-    def _receive(self, sock: socket.socket, landing: Landing, number: int, buffer: memoryview, late: bool) -> None:
+    def _receive(self, stream: SealedStream, landing: Landing, number: int, late: bool) -> None:
         """Write a chunk as it comes; `late`: another stream does that, so only when it is whole."""
         _, _, size, wanted = landing.chunks[number]
         whole, found, at = memoryview(bytearray(size if late else 0)), hashlib.sha256(), 0
         while at < size:
-            piece = buffer[: sock.recv_into(buffer[: size - at])]
+            piece = stream.read(size - at)
             after = at + len(piece)
             if after == at or not landing.missing >> number & 1:
                 raise ConnectionResetError("the connection ended early")
@@ -6966,19 +7065,17 @@ class Library:
                 found[peer.name] = root not in whole
         return sorted(found, key=lambda name: (found[name], random.random()))  # else all would ask the same ones
 
-    def _connect(self, root: str, name: str) -> socket.socket:
+    def _connect(self, root: str, name: str) -> SealedStream:
         node, address, port = self._peers.target(name)
-        return self._mesh.connect(address, port, node, f"file/{root}", CALL_TIMEOUT_S)
+        return self._mesh.stream(address, port, node, f"file/{root}", CALL_TIMEOUT_S)
 
-    def open_service(self, root: str) -> tuple[socket.socket, WireStats]:
-        """The near end of a connection on which somebody takes this content; in a mesh thread. Raises MeshError."""
+    def open_service(self, root: str) -> tuple[Near, WireStats]:
+        """What answers on a connection on which somebody takes this content. Any thread. Raises MeshError."""
         coming = [copy.giver for copy in list(self.copies.values()) if copy.root == root and copy.state == "copying"]
         giver = next(filter(None, coming), None) or self._whole(root)
         if giver is None:
             raise MeshError("has no file of this content any more", kind="refused")
-        near, far = socket.socketpair()
-        threading.Thread(target=giver.serve, args=(near,), name="give", daemon=True).start()
-        return far, WireStats()
+        return giver.serve, WireStats()
 
     def _whole(self, root: str) -> Giver | None:
         """One for all takers, so that it knows what it gave; another one when the file has moved."""
@@ -7784,7 +7881,7 @@ class Node:
 
     # --- peers ---------------------------------------------------------------------------------------
 
-    def _open_service(self, peer: str, service: str) -> tuple[socket.socket, WireStats]:
+    def _open_service(self, peer: str, service: str) -> tuple[Near, WireStats]:
         """In a mesh thread: what a proven peer asked for."""
         if service.startswith("file/"):
             return self.library.open_service(service.removeprefix("file/"))

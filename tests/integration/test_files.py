@@ -40,6 +40,7 @@ from shardbox import (
     Listing,
     NodeConfig,
     Pace,
+    SealedStream,
     Snapshot,
     note_in_ledger,
     parse_config,
@@ -51,7 +52,7 @@ from shardbox import (
 __all__ = ["hosts"]  # a fixture, found by its name
 
 MakeLan = Callable[..., contextlib.AbstractContextManager[Lan]]
-Serve = Callable[[socket.socket], None]
+Serve = Callable[[SealedStream], None]
 SIZE = 2 * CHUNK_BYTES + 5 * MIB
 NAME = "models/tiny.gguf"
 FREELY = Pace(0, lambda: False)
@@ -77,19 +78,37 @@ class Hooked(Pace):
         self.sent, self.before = 0, before
 
     def spend(self, count: int) -> None:
-        self.sent += 1
-        self.before(self.sent)
+        before, self.sent = self.sent // MIB, self.sent + count
+        if self.sent // MIB > before:
+            self.before(self.sent // MIB)
 
 
 def giver(path: Path, listing: Listing, pace: Pace = FREELY) -> Giver:
     return Giver(listing, [str(path)], pace)
 
 
-def connecting(serves: Mapping[str, Serve]) -> Callable[[str], socket.socket]:
+def connected() -> tuple[socket.socket, socket.socket]:
+    """Both ends of a connection on loopback."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        near = socket.create_connection(listener.getsockname())
+        return near, listener.accept()[0]
+
+
+def streams(keys: tuple[bytes, bytes] | None = None) -> tuple[SealedStream, SealedStream]:
+    """Both ends of a connection."""
+    near, far = connected()
+    back = keys and keys[::-1]
+    return (
+        SealedStream(near, peer="near", service="file/x", keys=keys, dead_peer_s=20),
+        SealedStream(far, peer="far", service="file/x", keys=back, dead_peer_s=20),
+    )
+
+
+def connecting(serves: Mapping[str, Serve]) -> Callable[[str], SealedStream]:
     """Connections to such givers, each answered in a thread."""
 
-    def connect(name: str) -> socket.socket:
-        near, far = socket.socketpair()
+    def connect(name: str) -> SealedStream:
+        near, far = streams()
         threading.Thread(target=serves[name], args=(near,), daemon=True).start()
         return far
 
@@ -136,6 +155,61 @@ def test_takers_of_one_giver_get_each_chunk_once_before_any_twice() -> None:
         got.append(pick_chunk((1 << 12) - 1, counts))
         counts[got[-1]] += 1
     assert sorted(got) == [*range(12)]
+
+
+# --- streams ---
+
+KEYS = (b"a" * 32, b"b" * 32)
+
+
+@pytest.mark.parametrize("keys", [KEYS, None])
+def test_stream_gives_what_went_in_and_then_its_end(keys: tuple[bytes, bytes] | None) -> None:
+    data = random.Random(2).randbytes(3 * MIB + 17)
+    near, far = streams(keys)
+
+    def send() -> None:
+        with near:
+            near.sendall(data)
+            near.sendall(b"")  # is no end
+
+    sender = threading.Thread(target=send)
+    sender.start()
+    got = bytearray()
+    with far:
+        while len(got) < len(data):
+            got += far.read(1 + len(got))
+            assert len(got) <= len(data)
+        sender.join()
+        if keys is None:
+            assert not far.read(1)
+        else:  # bytes that just stop may have been cut off
+            with pytest.raises(ConnectionResetError):
+                far.read(1)
+    assert got == data
+
+
+def test_stream_whose_bytes_were_changed_delivers_none_of_them() -> None:
+    near, far = connected()
+    with near, SealedStream(far, peer="far", service="file/x", keys=KEYS, dead_peer_s=20) as stream:
+        near.sendall(bytes(3) + b"\x05" + bytes(5 + 16))
+        with pytest.raises(ConnectionAbortedError, match="changed on the way"):
+            stream.read(10)
+
+
+def test_stream_that_stands_still_says_so_and_one_that_is_closed_ends_its_reader() -> None:
+    near, far = streams(KEYS)
+    with near, far:
+        near.silent_s = 0.5
+        with pytest.raises(TimeoutError, match="nothing moved"):
+            near.read(1)
+        timer = threading.Timer(0.2, near.close, ["no longer wanted"])
+        near.silent_s = 60
+        timer.start()
+        with pytest.raises(ConnectionAbortedError, match="no longer wanted"):
+            near.read(1)
+        timer.join()
+        with pytest.raises(ConnectionAbortedError, match="no longer wanted"):
+            near.sendall(bytes(64 * MIB))
 
 
 # --- where files may go ---
@@ -377,9 +451,10 @@ def test_eight_takers_pass_chunks_on_so_that_the_giver_sends_little_more_than_on
     giving = giver(source, listed, Pace(64 * MIB, lambda: False))
     copies: dict[str, Copy] = {}
 
-    def serve(name: str, sock: socket.socket) -> None:
-        found = copies[name].giver
-        sock.close() if found is None else found.serve(sock)
+    def serve(name: str, stream: SealedStream) -> None:
+        with stream:
+            if (found := copies[name].giver) is not None:
+                found.serve(stream)
 
     serves: dict[str, Serve] = {"source": giving.serve}
     for n in range(8):
