@@ -2984,9 +2984,22 @@ def part_paths(path: str) -> tuple[str, ...]:
 def write_atomic(path: str, data: bytes) -> None:
     """Write beside the file and move in place, so that a reader sees the old bytes or the new."""
     draft = f"{path}.{os.getpid()}.new"
-    with open(draft, "wb") as file:
-        file.write(data)
-    os.replace(draft, path)
+    try:
+        with open(draft, "wb") as file:
+            file.write(data)
+        os.replace(draft, path)
+    except OSError:
+        with contextlib.suppress(OSError):
+            os.unlink(draft)
+        raise
+
+
+def nearest_folder(path: str) -> str:
+    """The folder where a file is, or the one above in which its folders would be made."""
+    home = os.path.dirname(os.path.abspath(path))
+    while not os.path.isdir(home):
+        home = os.path.dirname(home)
+    return home
 
 
 Spend: TypeAlias = Callable[[int], None]  # asked before so many bytes are read or sent
@@ -3523,16 +3536,16 @@ class Surveyor:
         try:
             assert model is not None
             paths = place_in(model.path, folder=self._config.folder, dirs=self._node.model_dirs)
-            drafts = sum(os.stat(f"{path}.part").st_blocks * 512 for path in paths if os.path.isfile(f"{path}.part"))
-            home = os.path.dirname(paths[0])
-            while not os.path.isdir(home):
-                home = os.path.dirname(home)
+            there = [part for path in paths for part in (path, f"{path}.part") if os.path.isfile(part)]
+            held, home = sum(os.stat(part).st_blocks * 512 for part in there), nearest_folder(paths[0])
+            if not os.access(home, os.W_OK):  # or the file system is read-only
+                return 0
             found = os.statvfs(home)
         except (ShardboxError, OSError):
             return 0
         whole = find_model(model.path, folder=self._config.folder, dirs=self._node.model_dirs)
         missing = not all(map(os.path.exists, part_paths(whole))) if whole else True
-        return found.f_bavail * found.f_frsize + drafts if missing else 0
+        return found.f_bavail * found.f_frsize + held if missing else 0
 
     def _hash(self, work: Sequence[tuple[str, ModelConfig]], again: bool = False) -> None:
         """In a thread: read new or changed files, or all of them `again`; unchanged ones come from the cache at once.
@@ -4798,12 +4811,15 @@ class Landing:
     """Files that come in: beside their names until they are whole, then moved in place. What is there of an earlier
     attempt is believed only as far as its hashes are right, so whatever ended that attempt does no harm."""
 
-    def __init__(self, listing: Listing, paths: Sequence[str], *, mode: int = 0o644, replace: bool = False) -> None:
-        """`replace`: files with other bytes may stand at `paths`. Nothing is touched before open()."""
+    def __init__(
+        self, listing: Listing, paths: Sequence[str], *, mode: int = 0o644, replace: bool = False, spend: Spend = freely
+    ) -> None:
+        """`replace`: files with other bytes may stand at `paths`. `spend` is asked before what is there is read.
+        Nothing is touched before open()."""
         self.listing, self.paths, self.chunks, self.held = listing, tuple(paths), listing.chunks, 0
         self.changed = threading.Condition()  # told of each chunk
         self.files: list[int] = []  # descriptors
-        self._mode, self._replace = mode, replace
+        self._mode, self._replace, self._spend = mode, replace, spend
         self._settled: set[int] = set()  # files that stood there already, right and whole
 
     @property
@@ -4852,6 +4868,8 @@ class Landing:
                 return True
             os.close(self.files.pop())
             self._forget(number)
+        if os.path.isdir(path):
+            raise FileError("is a folder", where=path, hint="name the file that is to be there")
         if not self._replace:
             what, hint = "is there with other bytes", "with --replace the right file takes its place"
             raise FileError(what, where=path, hint=hint)
@@ -4890,7 +4908,7 @@ class Landing:
                 data = os.lseek(file, start, os.SEEK_DATA)
             except OSError as error:  # ENXIO: nothing but a hole from here to the end; else it cannot be told
                 data = start + size if error.errno == errno.ENXIO else start
-            return data < start + size and hash_range(file, start, size) == wanted
+            return data < start + size and hash_range(file, start, size, self._spend) == wanted
 
         mine = [(n, chunk) for n, chunk in enumerate(self.chunks) if chunk[0] == number]
         with ThreadPoolExecutor(os.cpu_count()) as pool:
@@ -4940,9 +4958,7 @@ class Landing:
         sha256sum must print for each. Raises FileError, OSError."""
         assert not self.missing
         for file, path, wanted in zip(self.files, self.paths, sha256, strict=False):
-            with open(file, "rb", closefd=False) as whole:
-                whole.seek(0)
-                found = hashlib.file_digest(whole, "sha256").hexdigest()
+            found = hash_range(file, 0, os.fstat(file).st_size, self._spend)
             if found != wanted:
                 what, hint = f"the copies there are have SHA-256 {found}", f"the TOML says {wanted}: correct either"
                 raise FileError(what, where=path, hint=hint)
@@ -5097,7 +5113,7 @@ class Copy:
     def __init__(
         self, *, model: str, node: str, root: str, place: Callable[[Listing], Sequence[str]], pace: Pace,
         givers: Callable[[], Sequence[str]], connect: Callable[[str], SealedStream],
-        replace: bool = False, mode: int = 0o644, sha256: Sequence[str] = (),
+        replace: bool = False, mode: int = 0o644, sha256: Sequence[str] = (), spend: Spend = freely,
     ) -> None:  # fmt: skip
         """`model`: "" for engines. `place`: paths for a listing's files. `givers`: nodes that have it now, those with
         all of it first."""
@@ -5106,7 +5122,7 @@ class Copy:
         self.landing: Landing | None = None
         self.giver: Giver | None = None
         self._node, self._place, self._pace, self._givers, self._connect = node, place, pace, givers, connect
-        self._options: dict[str, Any] = {"replace": replace, "mode": mode}
+        self._options: dict[str, Any] = {"replace": replace, "mode": mode, "spend": spend}
         self._sha256, self._lock, self._stop = sha256, threading.Lock(), threading.Event()
         self._in_flight: dict[int, list[float]] = {}  # chunk -> when each stream that receives it began
         self._chunk_s = 0.0  # what a chunk takes, about
@@ -5126,7 +5142,8 @@ class Copy:
             self.state, self.problem, self.hint = "failed", str(error).partition("\n")[0], error.hint
         except OSError as error:
             full = error.errno in (errno.ENOSPC, errno.EDQUOT)
-            self.state, self.problem = "failed", f"cannot be written: {error.strerror}"
+            which = f"{error.filename} " if error.filename else ""
+            self.state, self.problem = "failed", f"{which}cannot be written: {error.strerror}"
             self.hint = "make room: what has landed is kept" if full else "check that disk"
         finally:
             self._stop.set()
@@ -6458,7 +6475,8 @@ class Box:
     """This node as its parts see it: settings, today's facts, threads, and tasks that nobody waits for."""
 
     def __init__(self, config: Config, name: str, folder: str, facts: NodeFacts) -> None:
-        self.config, self.name, self.folder, self.facts = config, name, folder, facts
+        self.config, self.name, self.folder = config, name, folder
+        self.facts = facts  # at most some seconds old
         self.settings = config.node(name)
         self.rehearses = config.engine.kind == "rehearsal"
         self.started = time.monotonic()
@@ -6531,14 +6549,13 @@ class Peer:
     name: str
     hints: dict[tuple[str, int], Hint] = dataclasses.field(default_factory=dict)  # the one heard last is last
     said: PeerState = PeerState()  # its last answer, always with facts
-    target: Target | None = None
-    source: str = ""
+    at: Hint | None = None  # where it answered last
     rtt_ms: float = 0.0
     last_seen: float = 0.0
     wall_skew_s: float = 0.0
     problem: str = ""
     refused_for: str = ""  # the kind of the MeshError that the log has named
-    twin: str = ""  # another machine that calls itself the same
+    twin: Hint | None = None  # where another machine calls itself the same
     news: asyncio.Event = dataclasses.field(default_factory=new_event)  # ask it now
     following: asyncio.Task[None] | None = None
 
@@ -6546,6 +6563,11 @@ class Peer:
     def facts(self) -> NodeFacts | None:
         """What it said of itself; None: it never answered."""
         return self.said.facts
+
+    @property
+    def target(self) -> Target | None:
+        """Where to reach it; None: it never answered."""
+        return (self.name, self.at.address, self.at.port) if self.at else None
 
 
 class Peers:
@@ -6565,6 +6587,8 @@ class Peers:
         forgotten with its last hint."""
         hints = list(self._hints())
         heard = {hint.node for hint in hints}
+        for one in self.known.values():
+            one.twin = one.twin if one.twin in hints else None
         for name in [name for name, peer in self.known.items() if name not in heard and peer.facts is None]:
             if following := self.known.pop(name).following:
                 following.cancel()
@@ -6717,14 +6741,14 @@ class Peers:
             what = f"speaks protocol {facts.protocol}, this box {PROTOCOL} (shardbox {facts.version})"
             raise MeshError(what, kind="protocol", where=peer.name)
         if known and facts.machine != known.machine and now - peer.last_seen <= LOST_S:
-            peer.twin = f"two machines call themselves {peer.name}: {hint.address} is ignored"
+            peer.twin = hint
             return
         if known and facts.machine == known.machine and facts.start < known.start:
             return  # an older start of the same node, late
         rtt_ms = (now - started) * 1000
         peer.rtt_ms = rtt_ms if not peer.rtt_ms else min(rtt_ms, 0.8 * peer.rtt_ms + 0.2 * rtt_ms)
         peer.said = replace(state, facts=facts)
-        peer.target, peer.source = (peer.name, hint.address, hint.port), hint.source
+        peer.at, peer.twin = hint, None if peer.twin == hint else peer.twin
         peer.last_seen, peer.problem = now, ""
         peer.wall_skew_s = state.wall - time.time() if state.wall else 0.0
         if peer.name == self._box.name and facts.machine != self._box.facts.machine:
@@ -6948,11 +6972,16 @@ class Library:
             return copy
         if round_ and not box.config.cluster.copy_models:
             raise FileError("copy_models is off here", where=box.name, hint="`shardbox pull` fetches it by hand")
-        paths = place_in(model.path, folder=box.config.folder, dirs=box.settings.model_dirs)
+        paths = self._places(model)
+        for other in box.config.models:
+            copy = self.copies.get(other.name)
+            if copy and copy.state == "copying" and copy.root == root and self._places(other) == paths:  # they share it
+                self.copies[name], self._rounds[name] = copy, round_
+                return copy
         copy = Copy(
             model=name, node=box.name, root=root, place=lambda _: paths, pace=self._pace, replace=replace,
             givers=lambda: [node for node in self.givers(root) if only in ("", node)],
-            connect=functools.partial(self._connect, root), sha256=model.sha256,
+            connect=functools.partial(self._connect, root), sha256=model.sha256, spend=self._surveyor.pace,
         )  # fmt: skip
         self.copies[name], self._rounds[name] = copy, round_
         keep_task(box.tasks, self._run(copy))
@@ -6976,7 +7005,11 @@ class Library:
         if mine.root == wanted.root and not mine.problem and self.still_here(mine.root):
             size = mine.size_bytes
             return CopyView(model=model.name, node=self._box.name, state="done", done_bytes=size, size_bytes=size)
-        return self.fetch(model, wanted.root, only=only, replace=replace).view()
+        view = self.fetch(model, wanted.root, only=only, replace=replace).view()
+        return dataclasses.replace(view, model=model.name)
+
+    def _places(self, model: ModelConfig) -> tuple[str, ...]:
+        return place_in(model.path, folder=self._box.config.folder, dirs=self._box.settings.model_dirs)
 
     def engines_from(self, facts: NodeFacts, others: Iterable[NodeFacts]) -> str:
         """The content hash of the engines that a node without any can have from one of its platform; "" for none."""
@@ -7837,6 +7870,13 @@ KNOCK_S = 5.0  # between two tries to reach engines that are not closed in, and 
 MAX_DOORS = 96  # ports that are tried: of a whole ring
 
 
+async def every(pause_s: float, action: Callable[[], Awaitable[None]]) -> None:
+    """Do it again and again, with a pause between."""
+    while True:
+        await action()
+        await asyncio.sleep(pause_s)
+
+
 async def is_open(address: str, port: int) -> bool:
     """Whether somebody on another box takes connections there."""
     with contextlib.suppress(OSError), socket.socket() as sock:
@@ -7870,14 +7910,10 @@ class Node:
         self.callers: dict[int, str] = {}  # descriptor of a mesh connection's local end -> who is there
         self.asking = 0  # requests of clients that entered here and are being answered or held
         self.links: dict[str, LinkFacts] = {}  # to other nodes, as measured from here
+        self._tried: dict[str, float] = {}  # when each was last to be measured
         self._surveying, self._moved = asyncio.Lock(), (0.0, 0)
         self.surveyor.pace = Pace(None, self._is_answering, READ_BYTES_PER_S).spend
         self._loop = asyncio.get_running_loop()
-
-    @property
-    def facts(self) -> NodeFacts:
-        """This node's facts, at most some seconds old."""
-        return self.box.facts
 
     # --- peers ---------------------------------------------------------------------------------------
 
@@ -7908,7 +7944,7 @@ class Node:
 
     def _hints(self) -> Iterator[Hint]:
         """Static addresses, and adverts that name our cluster and protocol."""
-        config, name, facts = self.box.config, self.box.name, self.facts
+        config, name, facts = self.box.config, self.box.name, self.box.facts
         for node in config.nodes:
             if node.address and node.name != name:
                 yield Hint(node=node.name, address=node.address, port=node.ports.mesh, source="static")
@@ -7990,19 +8026,6 @@ class Node:
         await gather_all(knock_at(*door) for door in doors)
         self.reached = reached
 
-    def exposures(self) -> list[str]:
-        """Which engines can be reached from outside, and from where."""
-        told = {peer.name: peer.said.reached for peer in self.peers.live()} | {self.box.name: self.reached}
-        ports: dict[str, set[int]] = {}
-        for reached in told.values():
-            for node in {*reached} & {self.box.name, *self.peers.known}:
-                ports.setdefault(node, set()).update(reached[node])
-        return [
-            f"engine ports {', '.join(map(str, sorted(some)))} of {node} can be reached from "
-            f"{', '.join(sorted(name for name in told if told[name].get(node)))}: anybody there can corrupt answers"
-            for node, some in sorted(ports.items())
-        ]
-
     def _on_trouble(self, run: RankRun, kind: str, text: str) -> None:
         """A rank here is broken, or lost to another: tell the ring's proposer, which may be this node."""
         log.warning("%s", text)
@@ -8033,7 +8056,7 @@ class Node:
     async def run(self, open_services: Callable[[Node, contextlib.AsyncExitStack], Awaitable[None]]) -> None:
         """Serve until `stop` is set; raises ShardboxError when this node cannot start or go on."""
         cluster, port = self.box.config.cluster, self.box.settings.ports.mesh
-        for address in [a.address for a in self.facts.addresses] if cluster.interfaces else ["0.0.0.0"]:
+        for address in [a.address for a in self.box.facts.addresses] if cluster.interfaces else ["0.0.0.0"]:
             try:
                 self.mesh.listen(address, port)
             except OSError as error:
@@ -8042,9 +8065,9 @@ class Node:
         async with contextlib.AsyncExitStack() as services:
             await open_services(self, services)
             self.peers.refresh()
-            loops = [self._tick_loop, self._survey_loop, self._knock_loop, self._link_loop]
-            loops += [self._announce_loop] if cluster.discovery == "mdns" else []
-            tasks = [keep_task(self.box.tasks, loop()) for loop in loops]
+            loops = [(self._tick, 0.5), (self._survey, 2.0), (self.knock, KNOCK_S), (self._measure_links, 0.5)]
+            loops += [(self._announce, 5.0)] if cluster.discovery == "mdns" else []
+            tasks = [keep_task(self.box.tasks, every(pause_s, action)) for action, pause_s in loops]
             for task in tasks:
                 task.add_done_callback(self._on_loop_end)
             try:
@@ -8085,44 +8108,36 @@ class Node:
         self.surveyor.close()
         self.box.pool.shutdown(wait=False, cancel_futures=True)
 
-    async def _tick_loop(self) -> None:
-        while True:
-            self.peers.refresh()
-            self.library.tend_engines(self.peers.all_facts()[1:])
-            self.proposer.tick()
-            keep_task(self.box.tasks, self.host.reap())
-            await asyncio.sleep(0.5)
-
-    async def _survey_loop(self) -> None:
-        while True:
-            await self._survey()
-            await asyncio.sleep(2.0)
+    async def _tick(self) -> None:
+        self.peers.refresh()
+        self.library.tend_engines(self.peers.all_facts()[1:])
+        self.proposer.tick()
+        keep_task(self.box.tasks, self.host.reap())
 
     async def _survey(self) -> None:
         async with self._surveying:
             facts = await self.box.in_thread(self.surveyor.survey, own_bytes=self.host.anon_bytes())
             self.box.facts = replace(facts, links=dict(self.links))
 
-    async def _link_loop(self) -> None:
+    async def _measure_links(self) -> None:
         """Measure the way to every other node, rarely, one at a time, and never while an engine runs. Of two nodes the
         one whose name comes first does it."""
-        tried: dict[str, float] = {}
-        while True:
-            now = time.monotonic()
-            due = [peer.name for peer in self.peers.live() if now - tried.get(peer.name, -math.inf) > LINK_AGE_S]
-            for name in [name for name in due if name > self.box.name and not self.host.runs]:
-                tried[name] = now
-                try:
-                    link = await self.box.in_thread(self._measure_link, name)
-                except (ShardboxError, OSError) as error:
-                    log.info("the way to %s cannot be measured: %s", name, error)
-                    continue
-                known = self.links.get(name)
-                if not known or not 0.7 < link.rtt_ns / known.rtt_ns < 1.4:  # facts change only when something did
-                    self.links[name] = link
-                    self.box.facts = replace(self.box.facts, links=dict(self.links))
-                    self._tell_news()
-            await asyncio.sleep(0.5)
+        now = time.monotonic()
+        names = [peer.name for peer in self.peers.live() if peer.name > self.box.name]
+        for name in [name for name in names if now - self._tried.get(name, -math.inf) > LINK_AGE_S]:
+            if self.host.runs:
+                return
+            self._tried[name] = now
+            try:
+                link = await self.box.in_thread(self._measure_link, name)
+            except (ShardboxError, OSError) as error:
+                log.info("the way to %s cannot be measured: %s", name, error)
+                continue
+            known = self.links.get(name)
+            if not known or not 0.7 < link.rtt_ns / known.rtt_ns < 1.4:  # facts change only when something did
+                self.links[name] = link
+                self.box.facts = replace(self.box.facts, links=dict(self.links))
+                self._tell_news()
 
     def _measure_link(self, name: str) -> LinkFacts:
         target = self.peers.target(name)
@@ -8142,19 +8157,12 @@ class Node:
             self._moved = now, moved
         return now - self._moved[0] < 1.0
 
-    async def _knock_loop(self) -> None:
-        while True:
-            await self.knock()
-            await asyncio.sleep(KNOCK_S)
-
-    async def _announce_loop(self) -> None:
+    async def _announce(self) -> None:
         """Keep the adverts true: again when addresses change, or after multicast failed."""
-        while True:
-            await self.discovery.announce(tuple(address.address for address in self.facts.addresses))
-            self.warnings.pop("mdns", None)
-            if self.discovery.problem:
-                self.warnings["mdns"] = f"{self.discovery.problem}; only nodes with an `address` are found"
-            await asyncio.sleep(5.0)
+        await self.discovery.announce(tuple(address.address for address in self.box.facts.addresses))
+        self.warnings.pop("mdns", None)
+        if self.discovery.problem:
+            self.warnings["mdns"] = f"{self.discovery.problem}; only nodes with an `address` are found"
 
 
 # --- what a node tells of itself and the others --------------------------------------------------------
@@ -8222,16 +8230,17 @@ def peer_views(node: Node) -> list[PeerView]:
 
 def peer_view(peer: Peer, *, live: bool, declared: bool) -> PeerView:
     """A node that was heard of. One that nobody declared may go: that is not a fault."""
-    hint = next(reversed(peer.hints.values()), None)
+    hint = peer.at or next(reversed(peer.hints.values()), None)
+    twin = f"two machines call themselves {peer.name}: {peer.twin.address} is ignored" if peer.twin else ""
     state = "live" if live else "unreachable" if peer.facts is None else "lost" if declared else "gone"
     return facts_view(
         peer.facts,
         name=peer.name,
         declared=declared,
         state=state,
-        address=peer.target[1] if peer.target else hint.address if hint else "",
-        source=peer.source or (hint.source if hint else ""),
-        detail=peer.twin or ("goes down" if live and peer.said.leaving else "" if live else peer.problem),
+        address=hint.address if hint else "",
+        source=hint.source if hint else "",
+        detail=twin or ("goes down" if live and peer.said.leaving else "" if live else peer.problem),
         rtt_ms=peer.rtt_ms if live else 0.0,
         silent_s=time.monotonic() - peer.last_seen if peer.last_seen else 0.0,
     )
@@ -8246,7 +8255,7 @@ def facts_view(facts: NodeFacts | None, **given: Any) -> PeerView:
 def own_copies(node: Node) -> tuple[CopyView, ...]:
     """What is being copied to this node, or read on it, and how copies to it ended."""
     reading = [reading.view() for reading in list(node.surveyor.readings.values())]
-    return (*(copy.view() for copy in node.library.copies.values()), *reading)
+    return (*(replace(copy.view(), model=name) for name, copy in node.library.copies.items()), *reading)
 
 
 def all_copies(node: Node) -> tuple[CopyView, ...]:
@@ -8270,6 +8279,19 @@ def wrong_copies(model: ModelConfig, facts: Sequence[NodeFacts]) -> list[str]:
     ]
 
 
+def exposures(node: Node) -> list[str]:
+    """Which engines can be reached from outside, and from where."""
+    told = {peer.name: peer.said.reached for peer in node.peers.live()} | {node.box.name: node.reached}
+    sentences = []
+    for name in sorted({node.box.name, *node.peers.known}):
+        tellers = sorted(teller for teller, reached in told.items() if reached.get(name))
+        ports = sorted({port for teller in tellers for port in told[teller][name]})
+        if ports:
+            where = f"engine ports {', '.join(map(str, ports))} of {name} can be reached from {', '.join(tellers)}"
+            sentences.append(f"{where}: anybody there can corrupt answers")
+    return sentences
+
+
 def snapshot(node: Node) -> Snapshot:
     """Everything that `status` shows."""
     box, peers, api = node.box, peer_views(node), api_url(node.box.config, node.box.settings)
@@ -8287,7 +8309,7 @@ def snapshot(node: Node) -> Snapshot:
         *([f"shardbox.toml differs on {', '.join(differing)}"] if differing else []),
         *(f"the engine's ports are open on {text}" for text in opened),
         *(f"{name} was changed in shardbox.toml: `stop` and `start` apply it" for name in changed),
-        *node.exposures(),
+        *exposures(node),
     ]
     return Snapshot(
         cluster=box.config.cluster.name,
@@ -8914,9 +8936,9 @@ class PeerService:
         except ValueError:
             raise MessageError("expected a number", where="/peer/state: uptime") from None
         node.peers.check_twin(self._caller(request), query.get("machine", ""), uptime_s)
-        known = digest(node.facts)
+        known = digest(node.box.facts)
         return PeerState(
-            facts=None if query.get("have") == known else node.facts,
+            facts=None if query.get("have") == known else node.box.facts,
             digest=known,
             uptime=time.monotonic() - node.box.started,
             wall=time.time(),
@@ -9075,13 +9097,13 @@ class OwnerService:
     async def logs(self, request: web.Request) -> Any:
         """Engine logs of one node or of all."""
         peers, own = self._node.peers, self._node.box.name
-        (model, lines), only = log_query(request), request.query.get("node")
-        asked, result = urllib.parse.urlencode({"model": model, "lines": lines}), dict[str, str]()
-        for name in [only] if only else [own, *(peer.name for peer in peers.live())]:
-            if name == own:
-                result |= read_logs(self._node, model, lines)
-            else:
-                result |= await peers.call(name, "GET", f"/peer/logs?{asked}")
+        (model, lines), only = log_query(request), request.query.get("node", "")
+        path = f"/peer/logs?{urllib.parse.urlencode({'model': model, 'lines': lines})}"
+        if only not in ("", own):
+            return await peers.call(only, "GET", path)
+        result = read_logs(self._node, model, lines)
+        for name, said in ({} if only else await peers.call_all("GET", path)).items():
+            result |= {name: f"it does not tell them: {said.what}"} if isinstance(said, ShardboxError) else said
         return result
 
     async def check(self, request: web.Request) -> Any:
@@ -9098,7 +9120,7 @@ class OwnerService:
                 reaches.append(Reach(source=name, target="-", address="-", problem=error.what, hint=error.hint))
         skew_s = {peer.name: peer.wall_skew_s for peer in node.peers.live()}
         body = {"pairs": reaches, "facts": node.peers.all_facts(), "clock_skew_s": skew_s}
-        return {**body, "exposures": node.exposures(), "discovery": node.discovery.problem}
+        return {**body, "exposures": exposures(node), "discovery": node.discovery.problem}
 
 
 def find_configured(config: Config, name: str) -> ModelConfig:
@@ -9188,12 +9210,11 @@ def judge_model(view: ModelView) -> tuple[int, str]:
     """The code for one model and the words for it."""
     ranks = f"{view.alive}/{view.world} ranks, leader {view.leader}" if view.world else ""
     if view.phase == Phase.SERVING and view.alive == view.world:
-        speed = f", {view.tokens_per_s:.1f} tok/s" if view.tokens_per_s else ""
-        return (WARNING if view.restarts else OK), f"{view.model} {ranks}{speed}" + (
-            f", {view.restarts} restart{'s' * (view.restarts > 1)} in the last 15 min ({view.last_trouble})"
-            if view.restarts
-            else ""
-        )
+        words = f"{view.model} {ranks}" + (f", {view.tokens_per_s:.1f} tok/s" if view.tokens_per_s else "")
+        if not view.restarts:
+            return OK, words
+        times = f"{view.restarts} restart{'s' * (view.restarts > 1)}"
+        return WARNING, f"{words}, {times} in the last 15 min ({view.last_trouble})"
     if view.phase == Phase.STOPPED:
         return OK, f"{view.model} {view.reason or 'stopped'}"
     reason = why(view) or "no reason known"
@@ -9344,13 +9365,9 @@ def plan_text(plan: ModelPlan | PlanError, name: str) -> str:
     """What `plan` prints for one model: the table with reasons, or why there is none."""
     if isinstance(plan, PlanError):
         return f"model {name}: no plan\n  {plan.what}" + (f"\n  hint: {plan.hint}" if plan.hint else "")
-    head = f"model {name}: {plan.layers} layers, context {plan.context}, " + (
-        f"a ring of {plan.world}" if plan.world > 1 else "one node"
-    )
+    kind = f"a ring of {plan.world}" if plan.world > 1 else "one node"
     window = plan.shape.sliding_window
-    notes = (
-        [f"the header's sliding window of {window} tokens saves nothing: the engine keeps them all"] if window else []
-    )
+    note = f"the header's sliding window of {window} tokens saves nothing: the engine keeps them all" if window else ""
     body = table(
         ("  RANK", "NODE", "LAYERS", "ON GPU", "WEIGHTS", "KV CACHE", "BUFFERS", "FREE AFTER", "A TOKEN", "WHY"),
         [
@@ -9369,7 +9386,8 @@ def plan_text(plan: ModelPlan | PlanError, name: str) -> str:
             for rank in plan.ranks
         ],
     )
-    lines = [head, *(f"  {text}" for text in (plan.reason, speed_text(plan), *notes) if text), body]
+    head = f"model {name}: {plan.layers} layers, context {plan.context}, {kind}"
+    lines = [head, *(f"  {text}" for text in (plan.reason, speed_text(plan), note) if text), body]
     unused = [f"  not {node}: {why}" for node, why in sorted(plan.left_out.items())]
     more = [f"  and {len(unused) - MAX_LISTED} more nodes (--json has all)"] if len(unused) > MAX_LISTED else []
     return "\n".join([*lines, *unused[:MAX_LISTED], *more])
@@ -9397,18 +9415,10 @@ def losses_text(
                 rows.append((f"  {node}", name, "not served", "-", "-", other.what))
             elif plan.rank_of(node) or other.ranks != plan.ranks:
                 slower = f"{other.token_s / plan.token_s:.2g}x" if other.token_s and plan.token_s else "not known"
-                by = ", ".join(f"{rank.node} {rank.layers}" for rank in other.ranks)
+                by = ", ".join(f"{rank.node} {rank.layers}" for rank in other.ranks) + " layers"
+                by += " from disk" if other.paged_bytes else ""
                 token = f"{other.token_s * 1000:.3g} ms" if other.token_s else "-"
-                rows.append(
-                    (
-                        f"  {node}",
-                        name,
-                        "served",
-                        token,
-                        slower,
-                        f"{by} layers" + " from disk" * (other.paged_bytes > 0),
-                    )
-                )
+                rows.append((f"  {node}", name, "served", token, slower, by))
     title = "what if a node is lost (one that is not named here changes nothing):"
     return f"{title}\n" + table(("  WITHOUT", "MODEL", "IS", "A TOKEN", "TIME", "BY, OR WHY NOT"), rows)
 
@@ -9620,8 +9630,8 @@ async def _run_node(config: Config, name: str, folder: str, keys: MeshKeys, spaw
     log.info("node %s of cluster %s, endpoint %s", name, config.cluster.name, api)
     if config.api.open:
         log.warning("anybody who reaches %s can use it: set [api] keys_file", api)
-    if node.facts.isolation and config.node(name).engine.isolate == "auto" and sys.platform == "linux":
-        log.warning("engines cannot be closed in, their ports are open: %s", node.facts.isolation)
+    if node.box.facts.isolation and config.node(name).engine.isolate == "auto" and sys.platform == "linux":
+        log.warning("engines cannot be closed in, their ports are open: %s", node.box.facts.isolation)
     await node.run(start_services)
 
 
@@ -9809,23 +9819,19 @@ def cmd_status(config_path: str | None, node: str | None, timeout_s: float, as_j
 
 
 def cmd_plan(
-    config_path: str | None,
-    node: str | None,
-    as_json: bool,
-    facts_file: str | None,
-    without: Sequence[str],
+    config_path: str | None, node: str | None, as_json: bool, facts_file: str | None, without: Sequence[str],
     what_if: bool,
-) -> int:
+) -> int:  # fmt: skip
     """Which node would hold which layers, and why; what it would cost, and what the loss of a node would do."""
     config = load_config(config_path)
     facts = read_facts(facts_file) if facts_file else live_facts(config, node_name(config, node))
-    there = {each.name for each in facts}
-    for name in map(str.lower, without):
+    there, away = {each.name for each in facts}, [name.lower() for name in without]
+    for name in away:
         if name not in there:
             near = difflib.get_close_matches(name, there, 1)
             hint = f'"{near[0]}"?' if near else f"there are {', '.join(sorted(there)[:MAX_LISTED])}"
             raise UsageError(f"no node {name} is known", where="--without", hint=hint)
-    facts = [each for each in facts if each.name not in map(str.lower, without)]
+    facts = [each for each in facts if each.name not in away]
     plans = plan_all(config, facts)
     lost = losses(config, facts, plans) if what_if else {}
     if as_json:
@@ -10046,11 +10052,8 @@ def check_total_room(files: Iterable[tuple[str, int]]) -> None:
     """Raises FileError where what is still missing of these files, each with its size, does not fit where it goes."""
     need, homes = Counter[int](), dict[int, str]()
     for path, size in files:
-        home = os.path.dirname(path)
-        while not os.path.isdir(home):
-            home = os.path.dirname(home)
-        device = os.stat(home).st_dev
-        homes[device] = home
+        device = os.stat(nearest_folder(path)).st_dev
+        homes[device] = nearest_folder(path)
         if not os.path.isfile(path) or os.path.getsize(path) != size:
             draft = f"{path}.part"
             need[device] += size - (min(size, os.stat(draft).st_blocks * 512) if os.path.isfile(draft) else 0)
@@ -10072,14 +10075,11 @@ def toml_for_stick(config: Config, with_secret: bool) -> bytes:
     pattern = rb"""(?<![\w.])secret(\s*=\s*)("(?:[^"\\\n]|\\.)*"|'[^'\n]*')"""
     data = re.sub(pattern, rb'secret_file\1"cluster.secret"', data)
     with contextlib.suppress(ConfigError):
-        if (
-            not parse_config(data, file=config.file, folder=config.folder).cluster.secret
-            and secret.encode() not in data
-        ):
+        rest = parse_config(data, file=config.file, folder=config.folder)
+        if not rest.cluster.secret and secret.encode() not in data:
             return data
-    raise UsageError(
-        "the secret cannot be taken out of it", where=config.file, hint="use secret_file, or --with-secret"
-    )
+    hint = "use secret_file, or --with-secret"
+    raise UsageError("the secret cannot be taken out of it", where=config.file, hint=hint)
 
 
 @contextlib.contextmanager
@@ -10441,11 +10441,8 @@ def cmd_version(full: bool, verify: bool) -> int:
         return 0
     problems = bundle_problems(own_file(), os.path.dirname(sys.executable))
     with open(own_file(), "rb") as file:
-        print(
-            "\n".join(
-                problems or [f"whole      {own_file()}, SHA-256 {hashlib.file_digest(file, 'sha256').hexdigest()}"]
-            )
-        )
+        whole = f"whole      {own_file()}, SHA-256 {hashlib.file_digest(file, 'sha256').hexdigest()}"
+    print("\n".join(problems or [whole]))
     return 1 if problems else 0
 
 

@@ -645,6 +645,20 @@ def test_logs_of_another_box_are_shown(alpha: Host, beta: Host) -> None:
     assert all(f"==> {name}/tiny.log <==" in everywhere for name in MEMBERS)
 
 
+def test_logs_of_all_boxes_are_shown_although_one_hangs(alpha: Host, beta: Host, gamma: Host) -> None:
+    """It took those of all others with it, when somebody wanted to know what was wrong."""
+    assert gamma.up_process
+    os.kill(gamma.up_process.pid, signal.SIGSTOP)
+    try:
+        done = beta.run("logs")
+    finally:
+        os.kill(gamma.up_process.pid, signal.SIGCONT)
+
+    assert done.returncode == 0 and "==> alpha/tiny.log <==" in done.stdout
+    assert "==> gamma <==\nit does not tell them: no answer within 5.0 s" in done.stdout
+    alpha.wait_status(serves(3), "the ring serves")
+
+
 def test_address_changes_same_node_and_ring_serves_again(ring: Lan, alpha: Host, beta: Host) -> None:
     old, new = beta.address, ring.free_address()
     assert beta.up_process
