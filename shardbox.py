@@ -3525,7 +3525,9 @@ class Surveyor:
         root, problem = self._roots.get(copy.path, ("", ""))
         reading, receiving = self.readings.get(copy.path), self.receiving.get(copy.name, "")
         hashed = copy.size_bytes * reading.done // reading.size if reading else 0
-        found = replace(copy, root=root, problem=copy.problem or problem, hashed_bytes=hashed, receiving=receiving)
+        hint = copy.hint or (problem and f"`shardbox pull {copy.name} --replace`, or correct `sha256`")
+        found = replace(copy, root=root, problem=copy.problem or problem, hint=hint, hashed_bytes=hashed,
+                        receiving=receiving)  # fmt: skip
         return replace(found, room_bytes=coarse(self._room(copy.name))) if copy.problem else found
 
     def _room(self, name: str) -> int:
@@ -5011,11 +5013,14 @@ def note_in_ledger(folder: str, paths: Iterable[str]) -> None:
     write_atomic(os.path.join(folder, "copied.json"), json.dumps(kept).encode())
 
 
-def to_prune(folder: str, config: Config, dirs: Sequence[str]) -> list[str]:
-    """Files that shardbox put here, that are as it left them, and that belong to no model of the TOML any more."""
-    named = set()
+def to_prune(folder: str, config: Config, node: NodeConfig) -> list[str]:
+    """Files that shardbox put here, that are as it left them, and that belong to no model of the TOML any more, nor to
+    the engines that this box runs."""
+    given, named = os.path.join(folder, "engines"), set[str]()
+    if engine_places(config, node, folder)[0] == [given]:
+        named = {os.path.realpath(os.path.join(given, name)) for name in os.listdir(given)}
     for model in config.models:
-        whole = find_model(model.path, folder=config.folder, dirs=dirs)
+        whole = find_model(model.path, folder=config.folder, dirs=node.model_dirs)
         for place in (whole, os.path.join(config.folder, os.path.expanduser(model.path))):
             named |= {os.path.realpath(part) for part in part_paths(place)} if place else set()
     named |= {f"{path}.part" for path in named}
@@ -6549,6 +6554,7 @@ class Peer:
     last_seen: float = 0.0
     wall_skew_s: float = 0.0
     problem: str = ""
+    refused_for: str = ""  # the kind of the MeshError that the log has named
     twin: Hint | None = None  # where another machine calls itself the same
     news: asyncio.Event = dataclasses.field(default_factory=new_event)  # ask it now
     following: asyncio.Task[None] | None = None
@@ -6690,6 +6696,10 @@ class Peers:
                 await self._ask(peer)
             except ShardboxError as error:
                 peer.problem = str(error.what)
+                kind = error.kind if isinstance(error, MeshError) else ""
+                if kind not in ("", "unreachable", peer.refused_for):  # said once: this wait has no end by itself
+                    peer.refused_for = kind
+                    log.warning("%s takes no part: %s", peer.name, error.what)
                 if peer.facts and time.monotonic() - peer.last_seen > LOST_S:
                     self._mesh.drop(peer.name)
             with contextlib.suppress(TimeoutError):
@@ -6997,7 +7007,7 @@ class Library:
             raise FileError(f"the copies differ: {held}", where=where, hint="--from NODE, or `sha256` in the TOML")
         wanted = whole[model.leader] if model.leader in whole else next(iter(whole.values()))
         mine = self._box.facts.model(model.name)
-        if mine.root == wanted.root and not mine.problem:
+        if mine.root == wanted.root and not mine.problem and self.still_here(mine.root):
             size = mine.size_bytes
             return CopyView(model=model.name, node=self._box.name, state="done", done_bytes=size, size_bytes=size)
         view = self.fetch(model, wanted.root, only=only, replace=replace).view()
@@ -7565,6 +7575,7 @@ class Rings:
         self._run(effect, self._watch)
         await gather_all(self._on_rank(rank.node, "launch", effect, PREPARE_TIMEOUT_S) for rank in effect.plan.ranks)
         run = self._host.get(model, effect.generation)
+        self.traffic[model].tokens_per_s = 0.0  # that was another ring
         while True:
             with contextlib.suppress(aiohttp.ClientError, OSError, TimeoutError):
                 async with asyncio.timeout(5), run.http.get("http://engine/health") as reply:
@@ -8260,6 +8271,8 @@ def wrong_copies(model: ModelConfig, facts: Sequence[NodeFacts]) -> list[str]:
     right = right or most_common_root(copies.values())
     wrong = {name: copy for name, copy in copies.items() if copy.root and (copy.problem or copy.root != right)}
     end = f"`shardbox pull {model.name} --replace` on that box mends it"
+    if not right:
+        end = "no other box has the right one: correct `sha256`, or put that file there"
     return [
         f"{name}: {copy.problem or f'{copy.path} has other bytes ({copy.root[:8]}, not {right[:8]})'}; {end}"
         for name, copy in wrong.items()
@@ -9467,7 +9480,7 @@ def read_secret_file(config: Config, key: str, name: str) -> str:
     """The secret in a file that [cluster] names under `key`. Raises UsageError that never shows it."""
     path = os.path.join(config.folder, name)
     where = f"cluster.{key}: {path}"
-    hint = f"make one with `shardbox secret > {name}`, and copy it to every box"
+    hint = f"make one with `shardbox secret > {name}` on one box, and copy it to every other"
     if key == "old_secret_file":
         hint = "leave it out once every box has the new secret"
     try:
@@ -9930,15 +9943,19 @@ def node_copies(config: Config, name: str, *, reading: bool) -> list[CopyView]:
 def cmd_pull(config: Config, name: str, model: str, giver: str, over: bool) -> int:
     """Fetch a model, or all that the TOML names, from the boxes that have it to this one."""
     asked = {"model": model, "from": giver.lower(), "replace": over}
-    views = [from_json(CopyView, item, "pull") for item in ask_node(config, name, "POST", "/pull", asked)]
     meter = Meter()
-    while any(view.state == "copying" for view in views):
-        time.sleep(0.3)
-        found = {view.model: view for view in node_copies(config, name, reading=False) if view.node == name}
-        views = [found[view.model] if view.state == "copying" else view for view in views]
-        now = [view for view in views if view.state == "copying"]
-        size, done = sum(view.size_bytes for view in views), sum(view.done_bytes for view in views)
-        meter.show(done / max(1, size), "; ".join(f"{view.model}: {copy_text(view)}" for view in now))
+    try:
+        views = [from_json(CopyView, item, "pull") for item in ask_node(config, name, "POST", "/pull", asked)]
+        while any(view.state == "copying" for view in views):
+            time.sleep(0.3)
+            found = {view.model: view for view in node_copies(config, name, reading=False) if view.node == name}
+            views = [found[view.model] if view.state == "copying" else view for view in views]
+            now = [view for view in views if view.state == "copying"]
+            size, done = sum(view.size_bytes for view in views), sum(view.done_bytes for view in views)
+            meter.show(done / max(1, size), "; ".join(f"{view.model}: {copy_text(view)}" for view in now))
+    except KeyboardInterrupt:
+        print(f"\nnode {name} goes on with it; `shardbox models` shows how far it is", file=sys.stderr)
+        raise
     for view in views:
         if view.state == "failed":
             print(f"{view.problem}" + (f"\nhint: {view.hint}" if view.hint else ""), file=sys.stderr)
@@ -9983,7 +10000,7 @@ def copy_state(copy: ModelFacts, common: str) -> str:
 def prune_models(config: Config, name: str, yes: bool) -> int:
     """Show, then remove after a yes, what shardbox copied to this box and the TOML no longer names."""
     folder = state_folder(config.cluster.name, name)
-    paths = to_prune(folder, config, config.node(name).model_dirs)
+    paths = to_prune(folder, config, config.node(name))
     for path in paths:
         print(f"{format_size(os.path.getsize(path)):>9}  {path}")
     if not paths:
@@ -10093,6 +10110,8 @@ def cmd_pack(config: Config, name: str, folder: str, with_secret: bool) -> int:
         with disk_errors(folder, STICK_BACK):
             entries = write_stick(folder, work, HashCache(state), text)
     size = format_size(sum(entry.size for entry in entries))
+    if not getattr(sys, "frozen", False):
+        print("its program is Python source, for boxes with Python and all packages: see `make build`", file=sys.stderr)
     print(f"{folder}: {len(entries)} files, {size}; README.txt there says what to type")
     return 0
 
@@ -10258,6 +10277,9 @@ def check_box(config: Config, facts: NodeFacts, *others: NodeFacts) -> list[dict
         given = {node.name: node.model(copy.name) for node in others if not node.model(copy.name).problem}
         fits = config.cluster.copy_models and all(theirs.size_bytes <= copy.room_bytes for theirs in given.values())
         found.append(finding_of(f"model {copy.name}: ", copy, good, [*given] if fits else None))
+        if not (copy.path or fits) and config.cluster.copy_models:
+            needs = format_size(max(theirs.size_bytes for theirs in given.values()))
+            found[-1]["hint"] = f"a copy needs {needs}, and {format_size(copy.room_bytes)} may be put there"
         if rehearsal and model is not None and model.rehearse is not None and copy.problem:
             found[-1]["level"] = "warn"
     memory, note = facts.memory, f" ({facts.gpu_note})" if facts.gpu_note else ""
@@ -10294,7 +10316,7 @@ def port_problem(bind: str, port: int) -> str:
 
 def check_pairs(config: Config, reply: dict[str, Any]) -> list[dict[str, str]]:
     """Every pair of nodes in both directions, versions, configurations, model contents and clocks."""
-    found = []
+    found, hints = [], {}
     for pair in (from_json(Reach, item, "pairs") for item in reply["pairs"]):
         subject, good = f"{pair.source} -> {pair.target} at {pair.address}: ", "reached, secret proved, "
         found.append(finding(subject, pair.problem, f"{good}{pair.rtt_ms:.1f} ms", hint=pair.hint))
@@ -10304,6 +10326,8 @@ def check_pairs(config: Config, reply: dict[str, Any]) -> list[dict[str, str]]:
         "shardbox version": {node.name: node.version for node in facts},
     }
     for model in config.models:
+        mend = f"`verify {model.name}` says whose is wrong, `pull {model.name} --replace` there mends it"
+        hints[f"content of {model.path}"] = mend
         compared[f"content of {model.path}"] = {node.name: node.model(model.name).root for node in facts}
     for role in ENGINE_ROLES:
         compared[f"{role} binary's build"] = {node.name: node.binary(role).commit for node in facts}
@@ -10312,8 +10336,8 @@ def check_pairs(config: Config, reply: dict[str, Any]) -> list[dict[str, str]]:
         listing = ", ".join(f"{node} {value}" for node, value in values.items())
         problem = f" differs: {listing}" if len(set(values.values())) > 1 else ""
         if len(values) > 1:
-            good, hint = f": the same on {', '.join(values)}", "make them the same everywhere" if problem else ""
-            found.append(finding(label, problem, good, hint=hint))
+            hint = hints.get(label, "make them the same everywhere")
+            found.append(finding(label, problem, f": the same on {', '.join(values)}", hint=hint))
     for name, skew in reply["clock_skew_s"].items():
         found.append(finding(f"clock of {name}: {skew:+.1f} s (nothing depends on it)", ""))
     hint = "let engines be closed in ([engine] isolate), or close these ports in that box's firewall"

@@ -423,6 +423,9 @@ def test_node_with_wrong_secret_never_joins_and_everybody_says_why(alpha: Host, 
 
     listed = alpha.run("nodes").stdout.splitlines()
     assert any(line.split()[:2] == ["delta", "unreachable"] and "another cluster secret" in line for line in listed)
+    assert wrong_secret.up_process
+    said = wrong_secret.output(wrong_secret.up_process)  # where its operator looks
+    assert said.count("WARNING alpha takes no part: the other side has another cluster secret") == 1
 
     for host, target in ((alpha, "delta"), (wrong_secret, "alpha")):
         done = host.run("check")

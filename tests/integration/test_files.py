@@ -8,6 +8,7 @@ import functools
 import os
 import random
 import re
+import signal
 import socket
 import subprocess
 import threading
@@ -28,19 +29,25 @@ from shardbox import (
     CHUNK_BYTES,
     MIB,
     READ_BYTES_PER_S,
+    ROLE_BINARIES,
     SILENT_S,
     Copy,
+    EngineConfig,
     FileError,
     Giver,
     HashCache,
     Landing,
     ListedFile,
     Listing,
+    NodeConfig,
     Pace,
     SealedStream,
     Snapshot,
+    note_in_ledger,
+    parse_config,
     pick_chunk,
     place_in,
+    to_prune,
 )
 
 __all__ = ["hosts"]  # a fixture, found by its name
@@ -672,6 +679,18 @@ def test_pull_killed_under_way_goes_on_and_the_file_is_right(pair: Lan) -> None:
     assert file_of(beta).read_bytes() == file_of(alpha).read_bytes()
     assert states(beta) == {"alpha": "whole", "beta": "whole"}
 
+    file_of(beta).unlink()  # and at once, before the next look at the files: `pull` said "whole"
+    assert alpha.up_process
+    alpha.up_process.send_signal(signal.SIGSTOP)
+    pulling = beta.spawn("env", "--default-signal=INT", *shardbox_command(), "pull", "tiny")
+    beta.wait_status(lambda found: any(copy.state == "copying" for copy in found.copies), "it is fetched again")
+    pulling.send_signal(signal.SIGINT)
+    alpha.up_process.send_signal(signal.SIGCONT)
+    assert pulling.wait(20) == 130
+    assert "beta goes on with it" in (beta.folder / f"{beta.started.index(pulling)}.log").read_text()
+    assert beta.run("pull", "tiny").returncode == 0
+    assert file_of(beta).read_bytes() == file_of(alpha).read_bytes()
+
 
 @pytest.mark.namespaces
 def test_verify_names_the_box_whose_copy_has_rotted_and_only_replace_mends_it(pair: Lan) -> None:
@@ -754,6 +773,22 @@ def test_verify_shows_a_bar_on_a_terminal_and_only_the_findings_in_a_pipe(pair: 
 def test_pull_from_a_box_that_has_none_says_so(pair: Lan) -> None:
     done = pair.hosts["alpha"].run("pull", "tiny", "--from", "nobody")
     assert done.returncode == 1 and "no other box has a whole copy (nobody)" in done.stderr
+
+
+def test_prune_keeps_the_engines_that_this_box_runs(tmp_path: Path) -> None:
+    """They were offered, and removed while the node had no others; but not those that its own have taken over from."""
+    state, own = tmp_path / "state", tmp_path / "bin"
+    (state / "engines").mkdir(parents=True)
+    fetched = [str(state / "engines" / name) for name in ROLE_BINARIES.values()]
+    for path in fetched:
+        Path(path).write_bytes(b"engine")
+    note_in_ledger(str(state), fetched)
+    node = NodeConfig(name="beta", engine=EngineConfig(path=("bin",)))
+    setup = parse_config(b'[cluster]\nsecret = "%s"\n' % (b"s" * 20), file="t.toml", folder=str(tmp_path))
+    assert to_prune(str(state), setup, node) == []
+    own.mkdir()
+    (own / "llama-cli").write_bytes(b"engine")
+    assert to_prune(str(state), setup, node) == sorted(fetched)
 
 
 @pytest.mark.namespaces
