@@ -2664,6 +2664,8 @@ def copy_text(view: CopyView) -> str:
     text = f"{view.node} {has} {100 * view.done_bytes // max(1, view.size_bytes)} % of {format_size(view.size_bytes)}"
     if not view.size_bytes:
         return f"{view.node} asks for it"
+    if view.state == "copying" and view.done_bytes == view.size_bytes:
+        return f"{view.node} has all of {format_size(view.size_bytes)}, and puts it in place"
     if view.bytes_per_s:
         left_s = (view.size_bytes - view.done_bytes) / view.bytes_per_s
         text += f", {format_size(int(view.bytes_per_s))}/s, {format_duration(left_s)} left"
@@ -7441,6 +7443,7 @@ class RankHost:
 # 17. Rings: those that this node leads: the state machine's effects become calls, and when it forms one
 # ======================================================================================================
 
+PUT_BYTES_PER_S = 10e6  # a copy that has landed is hashed, if the TOML has its `sha256`, and synced faster than this
 UNHEARD_S = 3.0  # a peer silent for so long is not waited for when a ring is torn down
 LINKS_WAIT_S = 4.0  # after a node came, until a ring of three or more forms without its ways measured
 SETTLE_S = 3.0  # without [[nodes]]: how long nobody new must have come before a ring forms (mDNS takes 1.2 s)
@@ -7530,7 +7533,7 @@ class Rings:
 
     async def _provision(self, model: str, effect: Effect) -> None:
         """Every rank that lacks the model fetches it, from whoever has it or some of it."""
-        nodes, last = [rank.node for rank in effect.plan.ranks if rank.copy_bytes], -1
+        nodes, last, since = [rank.node for rank in effect.plan.ranks if rank.copy_bytes], -1, 0.0
         heard = dict.fromkeys(nodes, time.monotonic())
         views: dict[str, CopyView] = {}
         while any(node not in views or views[node].state != "done" for node in nodes):
@@ -7544,9 +7547,11 @@ class Rings:
             for view in views.values():
                 if view.state == "failed":
                     raise FileError(view.problem, where=f"copy on {view.node}", hint=view.hint)
-            done = sum(view.done_bytes for view in views.values())
-            if done != last:
-                text, last = "; ".join(copy_text(view) for view in views.values() if view.state != "done"), done
+            done, now = sum(view.done_bytes for view in views.values()), time.monotonic()
+            last, since = done, since if done == last else now
+            whole = done and all(view.done_bytes == view.size_bytes for view in views.values())
+            if since == now or (whole and now - since < done / PUT_BYTES_PER_S):
+                text = "; ".join(copy_text(view) for view in views.values() if view.state != "done")
                 self._tell(effect, "copied", reason=text)
             await asyncio.sleep(WATCH_S)
         self._tell(effect, "provisioned")

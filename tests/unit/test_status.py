@@ -18,6 +18,7 @@ from shardbox import (
     STATUS_WORDS,
     UNKNOWN,
     WARNING,
+    CopyView,
     ModelView,
     PeerView,
     Phase,
@@ -25,6 +26,7 @@ from shardbox import (
     RankView,
     Snapshot,
     WireView,
+    copy_text,
     judge,
     judge_model,
     peers_table,
@@ -274,3 +276,17 @@ def test_copies_that_all_contradict_the_toml_are_not_to_be_pulled_from_each_othe
     assert all("correct `sha256`" in text for text in wrong_copies(model_config(), of[:2]))
     assert all("pull m --replace" in text for text in wrong_copies(model_config(), of))
     assert len(wrong_copies(model_config(), of)) == 2
+
+
+@pytest.mark.parametrize(
+    ("state", "done", "rate", "text"),
+    [
+        ("copying", 0, 0.0, "beta has 0 % of 2 GiB"),
+        ("copying", GIB, GIB / 2, "beta has 50 % of 2 GiB, 512 MiB/s, 2.0 s left"),
+        ("copying", 2 * GIB, 0.0, "beta has all of 2 GiB, and puts it in place"),
+        ("reading", GIB, GIB / 2, "beta has read 50 % of 2 GiB, 512 MiB/s, 2.0 s left"),
+    ],
+)
+def test_copy_text_says_how_far_and_how_long(state: str, done: int, rate: float, text: str) -> None:
+    view = CopyView(model="m", node="beta", state=state, done_bytes=done, size_bytes=2 * GIB, bytes_per_s=rate)
+    assert copy_text(view) == text
