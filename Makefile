@@ -65,7 +65,7 @@ fault: venv ## every fault on a ring of three with clients, FAULT_REPEAT times (
 soak: venv ## random faults for SOAK_S seconds (600) with clients: nothing may be lost, or leak (root; SOAK_SEED=)
 	PYTHONPATH=.:tests:tests/fault $(BIN)/python tests/fault/soak.py
 
-large: venv ## copies and sticks with files of more than 4 GiB (root; two minutes, 10 GB of disk)
+large: venv ## copies and sticks with files of more than 4 GiB (root; three minutes, 10 GB of disk)
 	SHARDBOX_LARGE=1 $(BIN)/pytest -q $(TEST_ARGS) -m large tests/integration
 
 fuzz: venv ## hostile input and 10,000 half-open connections (FUZZ_SECONDS=60)

@@ -2664,6 +2664,8 @@ def copy_text(view: CopyView) -> str:
     text = f"{view.node} {has} {100 * view.done_bytes // max(1, view.size_bytes)} % of {format_size(view.size_bytes)}"
     if not view.size_bytes:
         return f"{view.node} asks for it"
+    if view.state == "copying" and view.done_bytes == view.size_bytes:
+        return f"{view.node} has all of {format_size(view.size_bytes)}, and puts it in place"
     if view.bytes_per_s:
         left_s = (view.size_bytes - view.done_bytes) / view.bytes_per_s
         text += f", {format_size(int(view.bytes_per_s))}/s, {format_duration(left_s)} left"
@@ -2984,9 +2986,22 @@ def part_paths(path: str) -> tuple[str, ...]:
 def write_atomic(path: str, data: bytes) -> None:
     """Write beside the file and move in place, so that a reader sees the old bytes or the new."""
     draft = f"{path}.{os.getpid()}.new"
-    with open(draft, "wb") as file:
-        file.write(data)
-    os.replace(draft, path)
+    try:
+        with open(draft, "wb") as file:
+            file.write(data)
+        os.replace(draft, path)
+    except OSError:
+        with contextlib.suppress(OSError):
+            os.unlink(draft)
+        raise
+
+
+def nearest_folder(path: str) -> str:
+    """The folder where a file is, or the one above in which its folders would be made."""
+    home = os.path.dirname(os.path.abspath(path))
+    while not os.path.isdir(home):
+        home = os.path.dirname(home)
+    return home
 
 
 Spend: TypeAlias = Callable[[int], None]  # asked before so many bytes are read or sent
@@ -3512,7 +3527,9 @@ class Surveyor:
         root, problem = self._roots.get(copy.path, ("", ""))
         reading, receiving = self.readings.get(copy.path), self.receiving.get(copy.name, "")
         hashed = copy.size_bytes * reading.done // reading.size if reading else 0
-        found = replace(copy, root=root, problem=copy.problem or problem, hashed_bytes=hashed, receiving=receiving)
+        hint = copy.hint or (problem and f"`shardbox pull {copy.name} --replace`, or correct `sha256`")
+        found = replace(copy, root=root, problem=copy.problem or problem, hint=hint, hashed_bytes=hashed,
+                        receiving=receiving)  # fmt: skip
         return replace(found, room_bytes=coarse(self._room(copy.name))) if copy.problem else found
 
     def _room(self, name: str) -> int:
@@ -3521,16 +3538,16 @@ class Surveyor:
         try:
             assert model is not None
             paths = place_in(model.path, folder=self._config.folder, dirs=self._node.model_dirs)
-            drafts = sum(os.stat(f"{path}.part").st_blocks * 512 for path in paths if os.path.isfile(f"{path}.part"))
-            home = os.path.dirname(paths[0])
-            while not os.path.isdir(home):
-                home = os.path.dirname(home)
+            there = [part for path in paths for part in (path, f"{path}.part") if os.path.isfile(part)]
+            held, home = sum(os.stat(part).st_blocks * 512 for part in there), nearest_folder(paths[0])
+            if not os.access(home, os.W_OK):  # or the file system is read-only
+                return 0
             found = os.statvfs(home)
         except (ShardboxError, OSError):
             return 0
         whole = find_model(model.path, folder=self._config.folder, dirs=self._node.model_dirs)
         missing = not all(map(os.path.exists, part_paths(whole))) if whole else True
-        return found.f_bavail * found.f_frsize + drafts if missing else 0
+        return found.f_bavail * found.f_frsize + held if missing else 0
 
     def _hash(self, work: Sequence[tuple[str, ModelConfig]], again: bool = False) -> None:
         """In a thread: read new or changed files, or all of them `again`; unchanged ones come from the cache at once.
@@ -4795,12 +4812,15 @@ class Landing:
     """Files that come in: beside their names until they are whole, then moved in place. What is there of an earlier
     attempt is believed only as far as its hashes are right, so whatever ended that attempt does no harm."""
 
-    def __init__(self, listing: Listing, paths: Sequence[str], *, mode: int = 0o644, replace: bool = False) -> None:
-        """`replace`: files with other bytes may stand at `paths`. Nothing is touched before open()."""
+    def __init__(
+        self, listing: Listing, paths: Sequence[str], *, mode: int = 0o644, replace: bool = False, spend: Spend = freely
+    ) -> None:
+        """`replace`: files with other bytes may stand at `paths`. `spend` is asked before what is there is read.
+        Nothing is touched before open()."""
         self.listing, self.paths, self.chunks, self.held = listing, tuple(paths), listing.chunks, 0
         self.changed = threading.Condition()  # told of each chunk
         self.files: list[int] = []  # descriptors
-        self._mode, self._replace = mode, replace
+        self._mode, self._replace, self._spend = mode, replace, spend
         self._settled: set[int] = set()  # files that stood there already, right and whole
 
     @property
@@ -4849,6 +4869,8 @@ class Landing:
                 return True
             os.close(self.files.pop())
             self._forget(number)
+        if os.path.isdir(path):
+            raise FileError("is a folder", where=path, hint="name the file that is to be there")
         if not self._replace:
             what, hint = "is there with other bytes", "with --replace the right file takes its place"
             raise FileError(what, where=path, hint=hint)
@@ -4887,7 +4909,7 @@ class Landing:
                 data = os.lseek(file, start, os.SEEK_DATA)
             except OSError as error:  # ENXIO: nothing but a hole from here to the end; else it cannot be told
                 data = start + size if error.errno == errno.ENXIO else start
-            return data < start + size and hash_range(file, start, size) == wanted
+            return data < start + size and hash_range(file, start, size, self._spend) == wanted
 
         mine = [(n, chunk) for n, chunk in enumerate(self.chunks) if chunk[0] == number]
         with ThreadPoolExecutor(os.cpu_count()) as pool:
@@ -4937,9 +4959,7 @@ class Landing:
         sha256sum must print for each. Raises FileError, OSError."""
         assert not self.missing
         for file, path, wanted in zip(self.files, self.paths, sha256, strict=False):
-            with open(file, "rb", closefd=False) as whole:
-                whole.seek(0)
-                found = hashlib.file_digest(whole, "sha256").hexdigest()
+            found = hash_range(file, 0, os.fstat(file).st_size, self._spend)
             if found != wanted:
                 what, hint = f"the copies there are have SHA-256 {found}", f"the TOML says {wanted}: correct either"
                 raise FileError(what, where=path, hint=hint)
@@ -4994,11 +5014,14 @@ def note_in_ledger(folder: str, paths: Iterable[str]) -> None:
     write_atomic(os.path.join(folder, "copied.json"), json.dumps(kept).encode())
 
 
-def to_prune(folder: str, config: Config, dirs: Sequence[str]) -> list[str]:
-    """Files that shardbox put here, that are as it left them, and that belong to no model of the TOML any more."""
-    named = set()
+def to_prune(folder: str, config: Config, node: NodeConfig) -> list[str]:
+    """Files that shardbox put here, that are as it left them, and that belong to no model of the TOML any more, nor to
+    the engines that this box runs."""
+    given, named = os.path.join(folder, "engines"), set[str]()
+    if engine_places(config, node, folder)[0] == [given]:
+        named = {os.path.realpath(os.path.join(given, name)) for name in os.listdir(given)}
     for model in config.models:
-        whole = find_model(model.path, folder=config.folder, dirs=dirs)
+        whole = find_model(model.path, folder=config.folder, dirs=node.model_dirs)
         for place in (whole, os.path.join(config.folder, os.path.expanduser(model.path))):
             named |= {os.path.realpath(part) for part in part_paths(place)} if place else set()
     named |= {f"{path}.part" for path in named}
@@ -5092,7 +5115,7 @@ class Copy:
     def __init__(
         self, *, model: str, node: str, root: str, place: Callable[[Listing], Sequence[str]], pace: Pace,
         givers: Callable[[], Sequence[str]], connect: Callable[[str], SealedStream],
-        replace: bool = False, mode: int = 0o644, sha256: Sequence[str] = (),
+        replace: bool = False, mode: int = 0o644, sha256: Sequence[str] = (), spend: Spend = freely,
     ) -> None:  # fmt: skip
         """`model`: "" for engines. `place`: paths for a listing's files. `givers`: nodes that have it now, those with
         all of it first."""
@@ -5101,7 +5124,7 @@ class Copy:
         self.landing: Landing | None = None
         self.giver: Giver | None = None
         self._node, self._place, self._pace, self._givers, self._connect = node, place, pace, givers, connect
-        self._options: dict[str, Any] = {"replace": replace, "mode": mode}
+        self._options: dict[str, Any] = {"replace": replace, "mode": mode, "spend": spend}
         self._sha256, self._lock, self._stop = sha256, threading.Lock(), threading.Event()
         self._in_flight: dict[int, list[float]] = {}  # chunk -> when each stream that receives it began
         self._chunk_s = 0.0  # what a chunk takes, about
@@ -5121,7 +5144,8 @@ class Copy:
             self.state, self.problem, self.hint = "failed", str(error).partition("\n")[0], error.hint
         except OSError as error:
             full = error.errno in (errno.ENOSPC, errno.EDQUOT)
-            self.state, self.problem = "failed", f"cannot be written: {error.strerror}"
+            which = f"{error.filename} " if error.filename else ""
+            self.state, self.problem = "failed", f"{which}cannot be written: {error.strerror}"
             self.hint = "make room: what has landed is kept" if full else "check that disk"
         finally:
             self._stop.set()
@@ -6454,7 +6478,8 @@ class Box:
     """This node as its parts see it: settings, today's facts, threads, and tasks that nobody waits for."""
 
     def __init__(self, config: Config, name: str, folder: str, facts: NodeFacts) -> None:
-        self.config, self.name, self.folder, self.facts = config, name, folder, facts
+        self.config, self.name, self.folder = config, name, folder
+        self.facts = facts  # at most some seconds old
         self.settings = config.node(name)
         self.rehearses = config.engine.kind == "rehearsal"
         self.started = time.monotonic()
@@ -6527,13 +6552,13 @@ class Peer:
     name: str
     hints: dict[tuple[str, int], Hint] = dataclasses.field(default_factory=dict)  # the one heard last is last
     said: PeerState = PeerState()  # its last answer, always with facts
-    target: Target | None = None
-    source: str = ""
+    at: Hint | None = None  # where it answered last
     rtt_ms: float = 0.0
     last_seen: float = 0.0
     wall_skew_s: float = 0.0
     problem: str = ""
-    twin: str = ""  # another machine that calls itself the same
+    refused_for: str = ""  # the kind of the MeshError that the log has named
+    twin: Hint | None = None  # where another machine calls itself the same
     news: asyncio.Event = dataclasses.field(default_factory=new_event)  # ask it now
     following: asyncio.Task[None] | None = None
 
@@ -6541,6 +6566,11 @@ class Peer:
     def facts(self) -> NodeFacts | None:
         """What it said of itself; None: it never answered."""
         return self.said.facts
+
+    @property
+    def target(self) -> Target | None:
+        """Where to reach it; None: it never answered."""
+        return (self.name, self.at.address, self.at.port) if self.at else None
 
 
 class Peers:
@@ -6560,6 +6590,8 @@ class Peers:
         forgotten with its last hint."""
         hints = list(self._hints())
         heard = {hint.node for hint in hints}
+        for one in self.known.values():
+            one.twin = one.twin if one.twin in hints else None
         for name in [name for name, peer in self.known.items() if name not in heard and peer.facts is None]:
             if following := self.known.pop(name).following:
                 following.cancel()
@@ -6667,6 +6699,10 @@ class Peers:
                 await self._ask(peer)
             except ShardboxError as error:
                 peer.problem = str(error.what)
+                kind = error.kind if isinstance(error, MeshError) else ""
+                if kind not in ("", "unreachable", peer.refused_for):  # said once: this wait has no end by itself
+                    peer.refused_for = kind
+                    log.warning("%s takes no part: %s", peer.name, error.what)
                 if peer.facts and time.monotonic() - peer.last_seen > LOST_S:
                     self._mesh.drop(peer.name)
             with contextlib.suppress(TimeoutError):
@@ -6708,14 +6744,14 @@ class Peers:
             what = f"speaks protocol {facts.protocol}, this box {PROTOCOL} (shardbox {facts.version})"
             raise MeshError(what, kind="protocol", where=peer.name)
         if known and facts.machine != known.machine and now - peer.last_seen <= LOST_S:
-            peer.twin = f"two machines call themselves {peer.name}: {hint.address} is ignored"
+            peer.twin = hint
             return
         if known and facts.machine == known.machine and facts.start < known.start:
             return  # an older start of the same node, late
         rtt_ms = (now - started) * 1000
         peer.rtt_ms = rtt_ms if not peer.rtt_ms else min(rtt_ms, 0.8 * peer.rtt_ms + 0.2 * rtt_ms)
         peer.said = replace(state, facts=facts)
-        peer.target, peer.source = (peer.name, hint.address, hint.port), hint.source
+        peer.at, peer.twin = hint, None if peer.twin == hint else peer.twin
         peer.last_seen, peer.problem = now, ""
         peer.wall_skew_s = state.wall - time.time() if state.wall else 0.0
         if peer.name == self._box.name and facts.machine != self._box.facts.machine:
@@ -6939,14 +6975,24 @@ class Library:
             return copy
         if round_ and not box.config.cluster.copy_models:
             raise FileError("copy_models is off here", where=box.name, hint="`shardbox pull` fetches it by hand")
-        paths = place_in(model.path, folder=box.config.folder, dirs=box.settings.model_dirs)
-        copy = Copy(
-            model=name, node=box.name, root=root, place=lambda _: paths, pace=self._pace, replace=replace,
-            givers=lambda: [node for node in self.givers(root) if only in ("", node)],
-            connect=functools.partial(self._connect, root), sha256=model.sha256,
+        paths = self._places(model)
+        for other in box.config.models:
+            copy = self.copies.get(other.name)
+            if copy and copy.state == "copying" and copy.root == root and self._places(other) == paths:  # they share it
+                self.copies[name], self._rounds[name] = copy, round_
+                return copy
+        self._rounds[name] = round_
+        how = {"replace": replace, "sha256": model.sha256, "spend": self._surveyor.pace}
+        return self._begin(name, root, only, place=lambda _: paths, **how)
+
+    def _begin(self, model: str, root: str, only: str, **how: Any) -> Copy:
+        """A copy of this content, that runs; `only`: see fetch()."""
+        copy = self.copies[model] = Copy(
+            model=model, node=self._box.name, root=root, pace=self._pace,
+            connect=functools.partial(self._connect, root),
+            givers=lambda: [node for node in self.givers(root) if only in ("", node)], **how,
         )  # fmt: skip
-        self.copies[name], self._rounds[name] = copy, round_
-        keep_task(box.tasks, self._run(copy))
+        keep_task(self._box.tasks, self._run(copy))
         return copy
 
     def pull(self, model: ModelConfig, only: str, replace: bool) -> CopyView:
@@ -6964,10 +7010,14 @@ class Library:
             raise FileError(f"the copies differ: {held}", where=where, hint="--from NODE, or `sha256` in the TOML")
         wanted = whole[model.leader] if model.leader in whole else next(iter(whole.values()))
         mine = self._box.facts.model(model.name)
-        if mine.root == wanted.root and not mine.problem:
+        if mine.root == wanted.root and not mine.problem and self.still_here(mine.root):
             size = mine.size_bytes
             return CopyView(model=model.name, node=self._box.name, state="done", done_bytes=size, size_bytes=size)
-        return self.fetch(model, wanted.root, only=only, replace=replace).view()
+        view = self.fetch(model, wanted.root, only=only, replace=replace).view()
+        return dataclasses.replace(view, model=model.name)
+
+    def _places(self, model: ModelConfig) -> tuple[str, ...]:
+        return place_in(model.path, folder=self._box.config.folder, dirs=self._box.settings.model_dirs)
 
     def engines_from(self, facts: NodeFacts, others: Iterable[NodeFacts]) -> str:
         """The content hash of the engines that a node without any can have from one of its platform; "" for none."""
@@ -6991,12 +7041,7 @@ class Library:
             return [os.path.join(box.folder, "engines", name) for name in names]
 
         self._engines_at = time.monotonic()
-        copy = Copy(
-            model="", node=box.name, root=root, place=place, pace=self._pace, replace=True, mode=0o755,
-            givers=lambda: self.givers(root), connect=functools.partial(self._connect, root),
-        )  # fmt: skip
-        self.copies[""] = copy
-        keep_task(box.tasks, self._run(copy))
+        self._begin("", root, only="", place=place, replace=True, mode=0o755)
 
     async def _run(self, copy: Copy) -> None:
         log.info("copy of %s: begun", copy.label)
@@ -7399,6 +7444,7 @@ class RankHost:
 # 17. Rings: those that this node leads: the state machine's effects become calls, and when it forms one
 # ======================================================================================================
 
+PUT_BYTES_PER_S = 10e6  # a copy that has landed is hashed, if the TOML has its `sha256`, and synced faster than this
 UNHEARD_S = 3.0  # a peer silent for so long is not waited for when a ring is torn down
 LINKS_WAIT_S = 4.0  # after a node came, until a ring of three or more forms without its ways measured
 SETTLE_S = 3.0  # without [[nodes]]: how long nobody new must have come before a ring forms (mDNS takes 1.2 s)
@@ -7488,7 +7534,7 @@ class Rings:
 
     async def _provision(self, model: str, effect: Effect) -> None:
         """Every rank that lacks the model fetches it, from whoever has it or some of it."""
-        nodes, last = [rank.node for rank in effect.plan.ranks if rank.copy_bytes], -1
+        nodes, last, since = [rank.node for rank in effect.plan.ranks if rank.copy_bytes], -1, 0.0
         heard = dict.fromkeys(nodes, time.monotonic())
         views: dict[str, CopyView] = {}
         while any(node not in views or views[node].state != "done" for node in nodes):
@@ -7502,9 +7548,11 @@ class Rings:
             for view in views.values():
                 if view.state == "failed":
                     raise FileError(view.problem, where=f"copy on {view.node}", hint=view.hint)
-            done = sum(view.done_bytes for view in views.values())
-            if done != last:
-                text, last = "; ".join(copy_text(view) for view in views.values() if view.state != "done"), done
+            done, now = sum(view.done_bytes for view in views.values()), time.monotonic()
+            last, since = done, since if done == last else now
+            whole = done and all(view.done_bytes == view.size_bytes for view in views.values())
+            if since == now or (whole and now - since < done / PUT_BYTES_PER_S):
+                text = "; ".join(copy_text(view) for view in views.values() if view.state != "done")
                 self._tell(effect, "copied", reason=text)
             await asyncio.sleep(WATCH_S)
         self._tell(effect, "provisioned")
@@ -7533,6 +7581,7 @@ class Rings:
         self._run(effect, self._watch)
         await gather_all(self._on_rank(rank.node, "launch", effect, PREPARE_TIMEOUT_S) for rank in effect.plan.ranks)
         run = self._host.get(model, effect.generation)
+        self.traffic[model].tokens_per_s = 0.0  # that was another ring
         while True:
             with contextlib.suppress(aiohttp.ClientError, OSError, TimeoutError):
                 async with asyncio.timeout(5), run.http.get("http://engine/health") as reply:
@@ -7827,6 +7876,13 @@ KNOCK_S = 5.0  # between two tries to reach engines that are not closed in, and 
 MAX_DOORS = 96  # ports that are tried: of a whole ring
 
 
+async def every(pause_s: float, action: Callable[[], Awaitable[None]]) -> None:
+    """Do it again and again, with a pause between."""
+    while True:
+        await action()
+        await asyncio.sleep(pause_s)
+
+
 async def is_open(address: str, port: int) -> bool:
     """Whether somebody on another box takes connections there."""
     with contextlib.suppress(OSError), socket.socket() as sock:
@@ -7860,14 +7916,10 @@ class Node:
         self.callers: dict[int, str] = {}  # descriptor of a mesh connection's local end -> who is there
         self.asking = 0  # requests of clients that entered here and are being answered or held
         self.links: dict[str, LinkFacts] = {}  # to other nodes, as measured from here
+        self._tried: dict[str, float] = {}  # when each was last to be measured
         self._surveying, self._moved = asyncio.Lock(), (0.0, 0)
         self.surveyor.pace = Pace(None, self._is_answering, READ_BYTES_PER_S).spend
         self._loop = asyncio.get_running_loop()
-
-    @property
-    def facts(self) -> NodeFacts:
-        """This node's facts, at most some seconds old."""
-        return self.box.facts
 
     # --- peers ---------------------------------------------------------------------------------------
 
@@ -7898,7 +7950,7 @@ class Node:
 
     def _hints(self) -> Iterator[Hint]:
         """Static addresses, and adverts that name our cluster and protocol."""
-        config, name, facts = self.box.config, self.box.name, self.facts
+        config, name, facts = self.box.config, self.box.name, self.box.facts
         for node in config.nodes:
             if node.address and node.name != name:
                 yield Hint(node=node.name, address=node.address, port=node.ports.mesh, source="static")
@@ -7980,19 +8032,6 @@ class Node:
         await gather_all(knock_at(*door) for door in doors)
         self.reached = reached
 
-    def exposures(self) -> list[str]:
-        """Which engines can be reached from outside, and from where."""
-        told = {peer.name: peer.said.reached for peer in self.peers.live()} | {self.box.name: self.reached}
-        ports: dict[str, set[int]] = {}
-        for reached in told.values():
-            for node in {*reached} & {self.box.name, *self.peers.known}:
-                ports.setdefault(node, set()).update(reached[node])
-        return [
-            f"engine ports {', '.join(map(str, sorted(some)))} of {node} can be reached from "
-            f"{', '.join(sorted(name for name in told if told[name].get(node)))}: anybody there can corrupt answers"
-            for node, some in sorted(ports.items())
-        ]
-
     def _on_trouble(self, run: RankRun, kind: str, text: str) -> None:
         """A rank here is broken, or lost to another: tell the ring's proposer, which may be this node."""
         log.warning("%s", text)
@@ -8023,7 +8062,7 @@ class Node:
     async def run(self, open_services: Callable[[Node, contextlib.AsyncExitStack], Awaitable[None]]) -> None:
         """Serve until `stop` is set; raises ShardboxError when this node cannot start or go on."""
         cluster, port = self.box.config.cluster, self.box.settings.ports.mesh
-        for address in [a.address for a in self.facts.addresses] if cluster.interfaces else ["0.0.0.0"]:
+        for address in [a.address for a in self.box.facts.addresses] if cluster.interfaces else ["0.0.0.0"]:
             try:
                 self.mesh.listen(address, port)
             except OSError as error:
@@ -8032,9 +8071,9 @@ class Node:
         async with contextlib.AsyncExitStack() as services:
             await open_services(self, services)
             self.peers.refresh()
-            loops = [self._tick_loop, self._survey_loop, self._knock_loop, self._link_loop]
-            loops += [self._announce_loop] if cluster.discovery == "mdns" else []
-            tasks = [keep_task(self.box.tasks, loop()) for loop in loops]
+            loops = [(self._tick, 0.5), (self._survey, 2.0), (self.knock, KNOCK_S), (self._measure_links, 0.5)]
+            loops += [(self._announce, 5.0)] if cluster.discovery == "mdns" else []
+            tasks = [keep_task(self.box.tasks, every(pause_s, action)) for action, pause_s in loops]
             for task in tasks:
                 task.add_done_callback(self._on_loop_end)
             try:
@@ -8075,44 +8114,36 @@ class Node:
         self.surveyor.close()
         self.box.pool.shutdown(wait=False, cancel_futures=True)
 
-    async def _tick_loop(self) -> None:
-        while True:
-            self.peers.refresh()
-            self.library.tend_engines(self.peers.all_facts()[1:])
-            self.proposer.tick()
-            keep_task(self.box.tasks, self.host.reap())
-            await asyncio.sleep(0.5)
-
-    async def _survey_loop(self) -> None:
-        while True:
-            await self._survey()
-            await asyncio.sleep(2.0)
+    async def _tick(self) -> None:
+        self.peers.refresh()
+        self.library.tend_engines(self.peers.all_facts()[1:])
+        self.proposer.tick()
+        keep_task(self.box.tasks, self.host.reap())
 
     async def _survey(self) -> None:
         async with self._surveying:
             facts = await self.box.in_thread(self.surveyor.survey, own_bytes=self.host.anon_bytes())
             self.box.facts = replace(facts, links=dict(self.links))
 
-    async def _link_loop(self) -> None:
+    async def _measure_links(self) -> None:
         """Measure the way to every other node, rarely, one at a time, and never while an engine runs. Of two nodes the
         one whose name comes first does it."""
-        tried: dict[str, float] = {}
-        while True:
-            now = time.monotonic()
-            due = [peer.name for peer in self.peers.live() if now - tried.get(peer.name, -math.inf) > LINK_AGE_S]
-            for name in [name for name in due if name > self.box.name and not self.host.runs]:
-                tried[name] = now
-                try:
-                    link = await self.box.in_thread(self._measure_link, name)
-                except (ShardboxError, OSError) as error:
-                    log.info("the way to %s cannot be measured: %s", name, error)
-                    continue
-                known = self.links.get(name)
-                if not known or not 0.7 < link.rtt_ns / known.rtt_ns < 1.4:  # facts change only when something did
-                    self.links[name] = link
-                    self.box.facts = replace(self.box.facts, links=dict(self.links))
-                    self._tell_news()
-            await asyncio.sleep(0.5)
+        now = time.monotonic()
+        names = [peer.name for peer in self.peers.live() if peer.name > self.box.name]
+        for name in [name for name in names if now - self._tried.get(name, -math.inf) > LINK_AGE_S]:
+            if self.host.runs:
+                return
+            self._tried[name] = now
+            try:
+                link = await self.box.in_thread(self._measure_link, name)
+            except (ShardboxError, OSError) as error:
+                log.info("the way to %s cannot be measured: %s", name, error)
+                continue
+            known = self.links.get(name)
+            if not known or not 0.7 < link.rtt_ns / known.rtt_ns < 1.4:  # facts change only when something did
+                self.links[name] = link
+                self.box.facts = replace(self.box.facts, links=dict(self.links))
+                self._tell_news()
 
     def _measure_link(self, name: str) -> LinkFacts:
         target = self.peers.target(name)
@@ -8132,19 +8163,12 @@ class Node:
             self._moved = now, moved
         return now - self._moved[0] < 1.0
 
-    async def _knock_loop(self) -> None:
-        while True:
-            await self.knock()
-            await asyncio.sleep(KNOCK_S)
-
-    async def _announce_loop(self) -> None:
+    async def _announce(self) -> None:
         """Keep the adverts true: again when addresses change, or after multicast failed."""
-        while True:
-            await self.discovery.announce(tuple(address.address for address in self.facts.addresses))
-            self.warnings.pop("mdns", None)
-            if self.discovery.problem:
-                self.warnings["mdns"] = f"{self.discovery.problem}; only nodes with an `address` are found"
-            await asyncio.sleep(5.0)
+        await self.discovery.announce(tuple(address.address for address in self.box.facts.addresses))
+        self.warnings.pop("mdns", None)
+        if self.discovery.problem:
+            self.warnings["mdns"] = f"{self.discovery.problem}; only nodes with an `address` are found"
 
 
 # --- what a node tells of itself and the others --------------------------------------------------------
@@ -8212,16 +8236,17 @@ def peer_views(node: Node) -> list[PeerView]:
 
 def peer_view(peer: Peer, *, live: bool, declared: bool) -> PeerView:
     """A node that was heard of. One that nobody declared may go: that is not a fault."""
-    hint = next(reversed(peer.hints.values()), None)
+    hint = peer.at or next(reversed(peer.hints.values()), None)
+    twin = f"two machines call themselves {peer.name}: {peer.twin.address} is ignored" if peer.twin else ""
     state = "live" if live else "unreachable" if peer.facts is None else "lost" if declared else "gone"
     return facts_view(
         peer.facts,
         name=peer.name,
         declared=declared,
         state=state,
-        address=peer.target[1] if peer.target else hint.address if hint else "",
-        source=peer.source or (hint.source if hint else ""),
-        detail=peer.twin or ("goes down" if live and peer.said.leaving else "" if live else peer.problem),
+        address=hint.address if hint else "",
+        source=hint.source if hint else "",
+        detail=twin or ("goes down" if live and peer.said.leaving else "" if live else peer.problem),
         rtt_ms=peer.rtt_ms if live else 0.0,
         silent_s=time.monotonic() - peer.last_seen if peer.last_seen else 0.0,
     )
@@ -8236,7 +8261,7 @@ def facts_view(facts: NodeFacts | None, **given: Any) -> PeerView:
 def own_copies(node: Node) -> tuple[CopyView, ...]:
     """What is being copied to this node, or read on it, and how copies to it ended."""
     reading = [reading.view() for reading in list(node.surveyor.readings.values())]
-    return (*(copy.view() for copy in node.library.copies.values()), *reading)
+    return (*(replace(copy.view(), model=name) for name, copy in node.library.copies.items()), *reading)
 
 
 def all_copies(node: Node) -> tuple[CopyView, ...]:
@@ -8252,10 +8277,25 @@ def wrong_copies(model: ModelConfig, facts: Sequence[NodeFacts]) -> list[str]:
     right = right or most_common_root(copies.values())
     wrong = {name: copy for name, copy in copies.items() if copy.root and (copy.problem or copy.root != right)}
     end = f"`shardbox pull {model.name} --replace` on that box mends it"
+    if not right:
+        end = "no other box has the right one: correct `sha256`, or put that file there"
     return [
         f"{name}: {copy.problem or f'{copy.path} has other bytes ({copy.root[:8]}, not {right[:8]})'}; {end}"
         for name, copy in wrong.items()
     ]
+
+
+def exposures(node: Node) -> list[str]:
+    """Which engines can be reached from outside, and from where."""
+    told = {peer.name: peer.said.reached for peer in node.peers.live()} | {node.box.name: node.reached}
+    sentences = []
+    for name in sorted({node.box.name, *node.peers.known}):
+        tellers = sorted(teller for teller, reached in told.items() if reached.get(name))
+        ports = sorted({port for teller in tellers for port in told[teller][name]})
+        if ports:
+            where = f"engine ports {', '.join(map(str, ports))} of {name} can be reached from {', '.join(tellers)}"
+            sentences.append(f"{where}: anybody there can corrupt answers")
+    return sentences
 
 
 def snapshot(node: Node) -> Snapshot:
@@ -8275,7 +8315,7 @@ def snapshot(node: Node) -> Snapshot:
         *([f"shardbox.toml differs on {', '.join(differing)}"] if differing else []),
         *(f"the engine's ports are open on {text}" for text in opened),
         *(f"{name} was changed in shardbox.toml: `stop` and `start` apply it" for name in changed),
-        *node.exposures(),
+        *exposures(node),
     ]
     return Snapshot(
         cluster=box.config.cluster.name,
@@ -8417,19 +8457,26 @@ class Endpoint:
             node.asking -= 1
 
 
+def read_given(path: str, where: str = "", hint: str = "", limit: int = -1) -> bytes:
+    """The bytes of a file that a person named. Raises UsageError where it cannot be read."""
+    try:
+        with open(path, "rb") as file:
+            return file.read(limit)
+    except OSError as error:
+        raise UsageError(f"cannot be read: {error.strerror}", where=where or path, hint=hint) from None
+
+
 def read_api_keys(config: Config) -> list[bytes]:
     """SHA-256 digests of the keys in [api] keys_file, which may hold them as "sha256:HEX" already. Raises UsageError
     where it cannot be read or holds none."""
     if not config.api.keys_file:
         return []
     path = os.path.join(config.folder, config.api.keys_file)
-    try:
-        with open(path, "rb") as file:
-            keys = [line.strip() for line in file.read().splitlines() if line.strip() and not line.startswith(b"#")]
-    except OSError as error:
-        raise UsageError(f"cannot be read: {error.strerror}", where=f"api.keys_file: {path}") from None
+    where = f"api.keys_file: {path}"
+    lines = read_given(path, where).splitlines()
+    keys = [line.strip() for line in lines if line.strip() and not line.startswith(b"#")]
     if not keys:
-        raise UsageError("holds no key", where=f"api.keys_file: {path}", hint="one key a line")
+        raise UsageError("holds no key", where=where, hint="one key a line")
     hashed = re.compile(rb"sha256:([0-9a-fA-F]{64})")
     return [
         bytes.fromhex(m[1].decode()) if (m := hashed.fullmatch(key)) else hashlib.sha256(key).digest() for key in keys
@@ -8902,9 +8949,9 @@ class PeerService:
         except ValueError:
             raise MessageError("expected a number", where="/peer/state: uptime") from None
         node.peers.check_twin(self._caller(request), query.get("machine", ""), uptime_s)
-        known = digest(node.facts)
+        known = digest(node.box.facts)
         return PeerState(
-            facts=None if query.get("have") == known else node.facts,
+            facts=None if query.get("have") == known else node.box.facts,
             digest=known,
             uptime=time.monotonic() - node.box.started,
             wall=time.time(),
@@ -9063,13 +9110,13 @@ class OwnerService:
     async def logs(self, request: web.Request) -> Any:
         """Engine logs of one node or of all."""
         peers, own = self._node.peers, self._node.box.name
-        (model, lines), only = log_query(request), request.query.get("node")
-        asked, result = urllib.parse.urlencode({"model": model, "lines": lines}), dict[str, str]()
-        for name in [only] if only else [own, *(peer.name for peer in peers.live())]:
-            if name == own:
-                result |= read_logs(self._node, model, lines)
-            else:
-                result |= await peers.call(name, "GET", f"/peer/logs?{asked}")
+        (model, lines), only = log_query(request), request.query.get("node", "")
+        path = f"/peer/logs?{urllib.parse.urlencode({'model': model, 'lines': lines})}"
+        if only not in ("", own):
+            return await peers.call(only, "GET", path)
+        result = read_logs(self._node, model, lines)
+        for name, said in ({} if only else await peers.call_all("GET", path)).items():
+            result |= {name: f"it does not tell them: {said.what}"} if isinstance(said, ShardboxError) else said
         return result
 
     async def check(self, request: web.Request) -> Any:
@@ -9086,7 +9133,7 @@ class OwnerService:
                 reaches.append(Reach(source=name, target="-", address="-", problem=error.what, hint=error.hint))
         skew_s = {peer.name: peer.wall_skew_s for peer in node.peers.live()}
         body = {"pairs": reaches, "facts": node.peers.all_facts(), "clock_skew_s": skew_s}
-        return {**body, "exposures": node.exposures(), "discovery": node.discovery.problem}
+        return {**body, "exposures": exposures(node), "discovery": node.discovery.problem}
 
 
 def find_configured(config: Config, name: str) -> ModelConfig:
@@ -9176,12 +9223,11 @@ def judge_model(view: ModelView) -> tuple[int, str]:
     """The code for one model and the words for it."""
     ranks = f"{view.alive}/{view.world} ranks, leader {view.leader}" if view.world else ""
     if view.phase == Phase.SERVING and view.alive == view.world:
-        speed = f", {view.tokens_per_s:.1f} tok/s" if view.tokens_per_s else ""
-        return (WARNING if view.restarts else OK), f"{view.model} {ranks}{speed}" + (
-            f", {view.restarts} restart{'s' * (view.restarts > 1)} in the last 15 min ({view.last_trouble})"
-            if view.restarts
-            else ""
-        )
+        words = f"{view.model} {ranks}" + (f", {view.tokens_per_s:.1f} tok/s" if view.tokens_per_s else "")
+        if not view.restarts:
+            return OK, words
+        times = f"{view.restarts} restart{'s' * (view.restarts > 1)}"
+        return WARNING, f"{words}, {times} in the last 15 min ({view.last_trouble})"
     if view.phase == Phase.STOPPED:
         return OK, f"{view.model} {view.reason or 'stopped'}"
     reason = why(view) or "no reason known"
@@ -9332,13 +9378,9 @@ def plan_text(plan: ModelPlan | PlanError, name: str) -> str:
     """What `plan` prints for one model: the table with reasons, or why there is none."""
     if isinstance(plan, PlanError):
         return f"model {name}: no plan\n  {plan.what}" + (f"\n  hint: {plan.hint}" if plan.hint else "")
-    head = f"model {name}: {plan.layers} layers, context {plan.context}, " + (
-        f"a ring of {plan.world}" if plan.world > 1 else "one node"
-    )
+    kind = f"a ring of {plan.world}" if plan.world > 1 else "one node"
     window = plan.shape.sliding_window
-    notes = (
-        [f"the header's sliding window of {window} tokens saves nothing: the engine keeps them all"] if window else []
-    )
+    note = f"the header's sliding window of {window} tokens saves nothing: the engine keeps them all" if window else ""
     body = table(
         ("  RANK", "NODE", "LAYERS", "ON GPU", "WEIGHTS", "KV CACHE", "BUFFERS", "FREE AFTER", "A TOKEN", "WHY"),
         [
@@ -9357,7 +9399,8 @@ def plan_text(plan: ModelPlan | PlanError, name: str) -> str:
             for rank in plan.ranks
         ],
     )
-    lines = [head, *(f"  {text}" for text in (plan.reason, speed_text(plan), *notes) if text), body]
+    head = f"model {name}: {plan.layers} layers, context {plan.context}, {kind}"
+    lines = [head, *(f"  {text}" for text in (plan.reason, speed_text(plan), note) if text), body]
     unused = [f"  not {node}: {why}" for node, why in sorted(plan.left_out.items())]
     more = [f"  and {len(unused) - MAX_LISTED} more nodes (--json has all)"] if len(unused) > MAX_LISTED else []
     return "\n".join([*lines, *unused[:MAX_LISTED], *more])
@@ -9385,18 +9428,10 @@ def losses_text(
                 rows.append((f"  {node}", name, "not served", "-", "-", other.what))
             elif plan.rank_of(node) or other.ranks != plan.ranks:
                 slower = f"{other.token_s / plan.token_s:.2g}x" if other.token_s and plan.token_s else "not known"
-                by = ", ".join(f"{rank.node} {rank.layers}" for rank in other.ranks)
+                by = ", ".join(f"{rank.node} {rank.layers}" for rank in other.ranks) + " layers"
+                by += " from disk" if other.paged_bytes else ""
                 token = f"{other.token_s * 1000:.3g} ms" if other.token_s else "-"
-                rows.append(
-                    (
-                        f"  {node}",
-                        name,
-                        "served",
-                        token,
-                        slower,
-                        f"{by} layers" + " from disk" * (other.paged_bytes > 0),
-                    )
-                )
+                rows.append((f"  {node}", name, "served", token, slower, by))
     title = "what if a node is lost (one that is not named here changes nothing):"
     return f"{title}\n" + table(("  WITHOUT", "MODEL", "IS", "A TOKEN", "TIME", "BY, OR WHY NOT"), rows)
 
@@ -9416,11 +9451,7 @@ def load_config(path: str | None) -> Config:
     if found is None:
         hint = "give it with --config FILE; config.example.toml shows what goes in"
         raise UsageError("no configuration found", where=", ".join(places), hint=hint)
-    try:
-        with open(found, "rb") as file:
-            data = file.read(MAX_CONFIG_BYTES + 1)
-    except OSError as error:
-        raise UsageError(f"cannot be read: {error.strerror}", where=found, hint="--config FILE names it") from None
+    data = read_given(found, hint="--config FILE names it", limit=MAX_CONFIG_BYTES + 1)
     return parse_config(data, file=found, folder=os.path.dirname(os.path.abspath(found)))
 
 
@@ -9455,15 +9486,13 @@ def read_secret_file(config: Config, key: str, name: str) -> str:
     """The secret in a file that [cluster] names under `key`. Raises UsageError that never shows it."""
     path = os.path.join(config.folder, name)
     where = f"cluster.{key}: {path}"
+    hint = f"make one with `shardbox secret > {name}` on one box, and copy it to every other"
+    if key == "old_secret_file":
+        hint = "leave it out once every box has the new secret"
     try:
-        with open(path, encoding="utf-8") as file:
-            secret = file.read(4096).strip()
-    except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "not a text file"
-        hint = f"make one with `shardbox secret > {name}`, and copy it to every box"
-        if key == "old_secret_file":
-            hint = "leave it out once every box has the new secret"
-        raise UsageError(f"cannot be read: {reason}", where=where, hint=hint) from None
+        secret = read_given(path, where, hint, 4096).decode().strip()
+    except UnicodeDecodeError:
+        raise UsageError("cannot be read: not a text file", where=where, hint=hint) from None
     if len(secret) < SECRET_CHARACTERS:
         what, hint = f"has fewer than {SECRET_CHARACTERS} characters", "make a good one with `shardbox secret`"
         raise UsageError(what, where=where, hint=hint)
@@ -9608,8 +9637,8 @@ async def _run_node(config: Config, name: str, folder: str, keys: MeshKeys, spaw
     log.info("node %s of cluster %s, endpoint %s", name, config.cluster.name, api)
     if config.api.open:
         log.warning("anybody who reaches %s can use it: set [api] keys_file", api)
-    if node.facts.isolation and config.node(name).engine.isolate == "auto" and sys.platform == "linux":
-        log.warning("engines cannot be closed in, their ports are open: %s", node.facts.isolation)
+    if node.box.facts.isolation and config.node(name).engine.isolate == "auto" and sys.platform == "linux":
+        log.warning("engines cannot be closed in, their ports are open: %s", node.box.facts.isolation)
     await node.run(start_services)
 
 
@@ -9797,23 +9826,19 @@ def cmd_status(config_path: str | None, node: str | None, timeout_s: float, as_j
 
 
 def cmd_plan(
-    config_path: str | None,
-    node: str | None,
-    as_json: bool,
-    facts_file: str | None,
-    without: Sequence[str],
+    config_path: str | None, node: str | None, as_json: bool, facts_file: str | None, without: Sequence[str],
     what_if: bool,
-) -> int:
+) -> int:  # fmt: skip
     """Which node would hold which layers, and why; what it would cost, and what the loss of a node would do."""
     config = load_config(config_path)
     facts = read_facts(facts_file) if facts_file else live_facts(config, node_name(config, node))
-    there = {each.name for each in facts}
-    for name in map(str.lower, without):
+    there, away = {each.name for each in facts}, [name.lower() for name in without]
+    for name in away:
         if name not in there:
             near = difflib.get_close_matches(name, there, 1)
             hint = f'"{near[0]}"?' if near else f"there are {', '.join(sorted(there)[:MAX_LISTED])}"
             raise UsageError(f"no node {name} is known", where="--without", hint=hint)
-    facts = [each for each in facts if each.name not in map(str.lower, without)]
+    facts = [each for each in facts if each.name not in away]
     plans = plan_all(config, facts)
     lost = losses(config, facts, plans) if what_if else {}
     if as_json:
@@ -9863,14 +9888,11 @@ def read_facts(path: str) -> list[NodeFacts]:
     """Facts from a file: what `nodes --json` or `plan --json` prints. Raises UsageError."""
     hint = "`shardbox nodes --json` writes one"
     try:
-        with open(path, "rb") as file:
-            data = json.load(file)
+        data = json.loads(read_given(path))
         items = data.get("facts") if isinstance(data, dict) else data
         if not isinstance(items, list):
             raise UsageError('has no list "facts"', where=path, hint=hint)
         facts = [from_json(NodeFacts, item, f"{path}: facts[{n}]") for n, item in enumerate(items)]
-    except OSError as error:
-        raise UsageError(f"cannot be read: {error.strerror}", where=path) from None
     except (ValueError, RecursionError):
         raise UsageError("is not JSON", where=path, hint=hint) from None
     except MessageError as error:
@@ -9927,15 +9949,19 @@ def node_copies(config: Config, name: str, *, reading: bool) -> list[CopyView]:
 def cmd_pull(config: Config, name: str, model: str, giver: str, over: bool) -> int:
     """Fetch a model, or all that the TOML names, from the boxes that have it to this one."""
     asked = {"model": model, "from": giver.lower(), "replace": over}
-    views = [from_json(CopyView, item, "pull") for item in ask_node(config, name, "POST", "/pull", asked)]
     meter = Meter()
-    while any(view.state == "copying" for view in views):
-        time.sleep(0.3)
-        found = {view.model: view for view in node_copies(config, name, reading=False) if view.node == name}
-        views = [found[view.model] if view.state == "copying" else view for view in views]
-        now = [view for view in views if view.state == "copying"]
-        size, done = sum(view.size_bytes for view in views), sum(view.done_bytes for view in views)
-        meter.show(done / max(1, size), "; ".join(f"{view.model}: {copy_text(view)}" for view in now))
+    try:
+        views = [from_json(CopyView, item, "pull") for item in ask_node(config, name, "POST", "/pull", asked)]
+        while any(view.state == "copying" for view in views):
+            time.sleep(0.3)
+            found = {view.model: view for view in node_copies(config, name, reading=False) if view.node == name}
+            views = [found[view.model] if view.state == "copying" else view for view in views]
+            now = [view for view in views if view.state == "copying"]
+            size, done = sum(view.size_bytes for view in views), sum(view.done_bytes for view in views)
+            meter.show(done / max(1, size), "; ".join(f"{view.model}: {copy_text(view)}" for view in now))
+    except KeyboardInterrupt:
+        print(f"\nnode {name} goes on with it; `shardbox models` shows how far it is", file=sys.stderr)
+        raise
     for view in views:
         if view.state == "failed":
             print(f"{view.problem}" + (f"\nhint: {view.hint}" if view.hint else ""), file=sys.stderr)
@@ -9980,7 +10006,7 @@ def copy_state(copy: ModelFacts, common: str) -> str:
 def prune_models(config: Config, name: str, yes: bool) -> int:
     """Show, then remove after a yes, what shardbox copied to this box and the TOML no longer names."""
     folder = state_folder(config.cluster.name, name)
-    paths = to_prune(folder, config, config.node(name).model_dirs)
+    paths = to_prune(folder, config, config.node(name))
     for path in paths:
         print(f"{format_size(os.path.getsize(path)):>9}  {path}")
     if not paths:
@@ -10030,11 +10056,8 @@ def check_total_room(files: Iterable[tuple[str, int]]) -> None:
     """Raises FileError where what is still missing of these files, each with its size, does not fit where it goes."""
     need, homes = Counter[int](), dict[int, str]()
     for path, size in files:
-        home = os.path.dirname(path)
-        while not os.path.isdir(home):
-            home = os.path.dirname(home)
-        device = os.stat(home).st_dev
-        homes[device] = home
+        device = os.stat(nearest_folder(path)).st_dev
+        homes[device] = nearest_folder(path)
         if not os.path.isfile(path) or os.path.getsize(path) != size:
             draft = f"{path}.part"
             need[device] += size - (min(size, os.stat(draft).st_blocks * 512) if os.path.isfile(draft) else 0)
@@ -10048,22 +10071,18 @@ def check_total_room(files: Iterable[tuple[str, int]]) -> None:
 
 def toml_for_stick(config: Config, with_secret: bool) -> bytes:
     """The bytes of the TOML, a secret in it replaced by the name of a file. Raises UsageError where that fails."""
-    with open(config.file, "rb") as file:
-        data = file.read()
+    data = read_given(config.file)
     secret = config.cluster.secret
     if with_secret or not secret:
         return data
     pattern = rb"""(?<![\w.])secret(\s*=\s*)("(?:[^"\\\n]|\\.)*"|'[^'\n]*')"""
     data = re.sub(pattern, rb'secret_file\1"cluster.secret"', data)
     with contextlib.suppress(ConfigError):
-        if (
-            not parse_config(data, file=config.file, folder=config.folder).cluster.secret
-            and secret.encode() not in data
-        ):
+        rest = parse_config(data, file=config.file, folder=config.folder)
+        if not rest.cluster.secret and secret.encode() not in data:
             return data
-    raise UsageError(
-        "the secret cannot be taken out of it", where=config.file, hint="use secret_file, or --with-secret"
-    )
+    hint = "use secret_file, or --with-secret"
+    raise UsageError("the secret cannot be taken out of it", where=config.file, hint=hint)
 
 
 @contextlib.contextmanager
@@ -10097,6 +10116,8 @@ def cmd_pack(config: Config, name: str, folder: str, with_secret: bool) -> int:
         with disk_errors(folder, STICK_BACK):
             entries = write_stick(folder, work, HashCache(state), text)
     size = format_size(sum(entry.size for entry in entries))
+    if not getattr(sys, "frozen", False):
+        print("its program is Python source, for boxes with Python and all packages: see `make build`", file=sys.stderr)
     print(f"{folder}: {len(entries)} files, {size}; README.txt there says what to type")
     return 0
 
@@ -10262,6 +10283,9 @@ def check_box(config: Config, facts: NodeFacts, *others: NodeFacts) -> list[dict
         given = {node.name: node.model(copy.name) for node in others if not node.model(copy.name).problem}
         fits = config.cluster.copy_models and all(theirs.size_bytes <= copy.room_bytes for theirs in given.values())
         found.append(finding_of(f"model {copy.name}: ", copy, good, [*given] if fits else None))
+        if not (copy.path or fits) and config.cluster.copy_models:
+            needs = format_size(max(theirs.size_bytes for theirs in given.values()))
+            found[-1]["hint"] = f"a copy needs {needs}, and {format_size(copy.room_bytes)} may be put there"
         if rehearsal and model is not None and model.rehearse is not None and copy.problem:
             found[-1]["level"] = "warn"
     memory, note = facts.memory, f" ({facts.gpu_note})" if facts.gpu_note else ""
@@ -10298,7 +10322,7 @@ def port_problem(bind: str, port: int) -> str:
 
 def check_pairs(config: Config, reply: dict[str, Any]) -> list[dict[str, str]]:
     """Every pair of nodes in both directions, versions, configurations, model contents and clocks."""
-    found = []
+    found, hints = [], {}
     for pair in (from_json(Reach, item, "pairs") for item in reply["pairs"]):
         subject, good = f"{pair.source} -> {pair.target} at {pair.address}: ", "reached, secret proved, "
         found.append(finding(subject, pair.problem, f"{good}{pair.rtt_ms:.1f} ms", hint=pair.hint))
@@ -10308,6 +10332,8 @@ def check_pairs(config: Config, reply: dict[str, Any]) -> list[dict[str, str]]:
         "shardbox version": {node.name: node.version for node in facts},
     }
     for model in config.models:
+        mend = f"`verify {model.name}` says whose is wrong, `pull {model.name} --replace` there mends it"
+        hints[f"content of {model.path}"] = mend
         compared[f"content of {model.path}"] = {node.name: node.model(model.name).root for node in facts}
     for role in ENGINE_ROLES:
         compared[f"{role} binary's build"] = {node.name: node.binary(role).commit for node in facts}
@@ -10316,8 +10342,8 @@ def check_pairs(config: Config, reply: dict[str, Any]) -> list[dict[str, str]]:
         listing = ", ".join(f"{node} {value}" for node, value in values.items())
         problem = f" differs: {listing}" if len(set(values.values())) > 1 else ""
         if len(values) > 1:
-            good, hint = f": the same on {', '.join(values)}", "make them the same everywhere" if problem else ""
-            found.append(finding(label, problem, good, hint=hint))
+            hint = hints.get(label, "make them the same everywhere")
+            found.append(finding(label, problem, f": the same on {', '.join(values)}", hint=hint))
     for name, skew in reply["clock_skew_s"].items():
         found.append(finding(f"clock of {name}: {skew:+.1f} s (nothing depends on it)", ""))
     hint = "let engines be closed in ([engine] isolate), or close these ports in that box's firewall"
@@ -10367,11 +10393,7 @@ def cmd_secret() -> int:
 
 def bundle_problems(path: str, folder: str) -> list[str]:
     """What is not as it was built, in the executable or the files unpacked from it. Raises UsageError without one."""
-    try:
-        with open(path, "rb") as file:
-            data = file.read()
-    except OSError as error:
-        raise UsageError(f"cannot be read: {error.strerror}", where=path) from None
+    data = read_given(path)
     layout = struct.Struct("<5Q32s8s8s32s")  # tools/launcher.c: struct trailer
     if len(data) < layout.size or data[-40:-32] != b"SHARDBX1":
         raise UsageError("is not an executable made by `make build`: nothing to verify", where=path)
@@ -10418,11 +10440,8 @@ def cmd_version(full: bool, verify: bool) -> int:
         return 0
     problems = bundle_problems(own_file(), os.path.dirname(sys.executable))
     with open(own_file(), "rb") as file:
-        print(
-            "\n".join(
-                problems or [f"whole      {own_file()}, SHA-256 {hashlib.file_digest(file, 'sha256').hexdigest()}"]
-            )
-        )
+        whole = f"whole      {own_file()}, SHA-256 {hashlib.file_digest(file, 'sha256').hexdigest()}"
+    print("\n".join(problems or [whole]))
     return 1 if problems else 0
 
 

@@ -14,7 +14,18 @@ from typing import Any
 import aiohttp
 import pytest
 
-from shardbox import EngineError, MeshError, RankRun, dialled_session, first_success, is_open, keep_task
+from shardbox import (
+    EngineError,
+    Hint,
+    MeshError,
+    Peer,
+    Peers,
+    RankRun,
+    dialled_session,
+    first_success,
+    is_open,
+    keep_task,
+)
 
 DEADLINE_S = 20.0
 Attempt = Callable[[], Coroutine[Any, Any, None]]
@@ -136,6 +147,26 @@ def test_first_success_bug_is_not_covered_up() -> None:
 
     with pytest.raises(KeyError):
         Attempts().run(bug, Attempts().answers("b"), delay_s=9.0)
+
+
+def test_twin_is_named_as_long_as_something_is_heard_of_it() -> None:
+    """`nodes` went on to say that two machines had one name after the second had been given another."""
+
+    async def hear(pool: ThreadPoolExecutor) -> None:
+        hints = [Hint(node="beta", address=f"192.0.2.{n}", port=7311, source="mdns") for n in (2, 9)]
+        box: Any = SimpleNamespace(name="alpha", started=0.0, pool=pool)
+        mesh: Any = None
+        peers = Peers(box, mesh, lambda: hints, lambda _: None)
+        beta = peers.known["beta"] = Peer(name="beta", twin=hints[1])
+        peers.refresh()
+        assert beta.twin == hints[1]
+        del hints[1]
+        peers.refresh()
+        assert beta.twin is None
+        await peers.close()
+
+    with ThreadPoolExecutor(1) as pool:
+        asyncio.run(hear(pool))
 
 
 # --- engine ports that a stranger might reach ---

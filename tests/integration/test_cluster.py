@@ -423,6 +423,9 @@ def test_node_with_wrong_secret_never_joins_and_everybody_says_why(alpha: Host, 
 
     listed = alpha.run("nodes").stdout.splitlines()
     assert any(line.split()[:2] == ["delta", "unreachable"] and "another cluster secret" in line for line in listed)
+    assert wrong_secret.up_process
+    said = wrong_secret.output(wrong_secret.up_process)  # where its operator looks
+    assert said.count("WARNING alpha takes no part: the other side has another cluster secret") == 1
 
     for host, target in ((alpha, "delta"), (wrong_secret, "alpha")):
         done = host.run("check")
@@ -640,6 +643,20 @@ def test_logs_of_another_box_are_shown(alpha: Host, beta: Host) -> None:
     assert "a line of the engine on alpha" in done.stdout and "beta/" not in done.stdout
     everywhere = beta.run("logs").stdout
     assert all(f"==> {name}/tiny.log <==" in everywhere for name in MEMBERS)
+
+
+def test_logs_of_all_boxes_are_shown_although_one_hangs(alpha: Host, beta: Host, gamma: Host) -> None:
+    """It took those of all others with it, when somebody wanted to know what was wrong."""
+    assert gamma.up_process
+    os.kill(gamma.up_process.pid, signal.SIGSTOP)
+    try:
+        done = beta.run("logs")
+    finally:
+        os.kill(gamma.up_process.pid, signal.SIGCONT)
+
+    assert done.returncode == 0 and "==> alpha/tiny.log <==" in done.stdout
+    assert "==> gamma <==\nit does not tell them: no answer within 5.0 s" in done.stdout
+    alpha.wait_status(serves(3), "the ring serves")
 
 
 def test_address_changes_same_node_and_ring_serves_again(ring: Lan, alpha: Host, beta: Host) -> None:

@@ -8,6 +8,7 @@ import functools
 import os
 import random
 import re
+import signal
 import socket
 import subprocess
 import threading
@@ -18,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from fat import Stick, why_no_fat
 from hosts import Host, Lan, eventually, hosts, shardbox_command, why_no_hosts
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -27,19 +29,25 @@ from shardbox import (
     CHUNK_BYTES,
     MIB,
     READ_BYTES_PER_S,
+    ROLE_BINARIES,
     SILENT_S,
     Copy,
+    EngineConfig,
     FileError,
     Giver,
     HashCache,
     Landing,
     ListedFile,
     Listing,
+    NodeConfig,
     Pace,
     SealedStream,
     Snapshot,
+    note_in_ledger,
+    parse_config,
     pick_chunk,
     place_in,
+    to_prune,
 )
 
 __all__ = ["hosts"]  # a fixture, found by its name
@@ -349,6 +357,84 @@ def test_what_has_landed_is_not_fetched_again(tmp_path: Path, original: Path, li
     assert giving._handed_out == [1, 0, 1]
 
 
+@pytest.mark.parametrize("missing", [True, False])
+def test_split_model_with_one_part_wrong_or_missing_fetches_only_what_is_not_right(
+    tmp_path: Path, missing: bool
+) -> None:
+    names = [f"m-0000{n}-of-00003.gguf" for n in (1, 2, 3)]
+    parts = [noise(tmp_path / "from" / name, size=CHUNK_BYTES + n, seed=n) for n, name in enumerate(names)]
+    targets = [noise(tmp_path / "to" / name, size=CHUNK_BYTES + n, seed=n) for n, name in enumerate(names)]
+    if missing:
+        targets[1].unlink()
+    else:
+        with targets[1].open("r+b") as file:
+            file.write(b"rot")
+    listed = listing_of(*parts)
+    whole = Giver(listed, [str(part) for part in parts], FREELY)
+    serves, more = {"a": whole.serve}, {"place": lambda _: [str(target) for target in targets]}
+    before = [target.stat().st_ino for target in targets[::2]]
+    if not missing:
+        refused = copying(listed, targets[0], serves, **more)
+        refused.run()
+        assert refused.state == "failed" and str(targets[1]) in refused.problem
+    copy = copying(listed, targets[0], serves, replace=not missing, **more)
+    copy.run()
+    assert copy.state == "landed", copy.problem
+    assert [target.read_bytes() for target in targets] == [part.read_bytes() for part in parts]
+    assert [target.stat().st_ino for target in targets[::2]] == before
+    assert whole._handed_out == [0, 1, int(missing), 0, 0]  # the first part has one chunk, the others two
+    assert len(list((tmp_path / "to").glob("*.gguf*"))) == 3
+
+
+def test_folder_in_the_place_of_the_file_is_named_before_anything_is_fetched(
+    tmp_path: Path, original: Path, listing: Listing
+) -> None:
+    giving = giver(original, listing)
+    for place in ("m.gguf", "m.gguf.part"):
+        (tmp_path / place).mkdir()
+        copy = copying(listing, tmp_path / "m.gguf", {"a": giving.serve}, replace=True)
+        copy.run()
+        assert copy.state == "failed" and str(tmp_path / place) in copy.problem and not sum(giving._handed_out)
+        (tmp_path / place).rmdir()
+
+
+def test_file_system_without_links_takes_a_copy_and_keeps_what_is_put_there(
+    tmp_path: Path, original: Path, listing: Listing
+) -> None:
+    if reason := why_no_fat():
+        pytest.skip(reason)
+    target = tmp_path / "fat" / "Größe m.gguf"
+    with Stick(tmp_path / "behind", target.parent, 4 * SIZE).plugged():
+        copy = copying(listing, target, {"a": giver(original, listing).serve})
+        copy.run()
+        assert copy.state == "landed" and target.read_bytes() == original.read_bytes()
+        assert [path.name for path in target.parent.iterdir()] == [target.name]
+        target.unlink()
+        pace = Hooked(lambda n: target.write_bytes(b"mine") if n == 1 else None)
+        copy = copying(listing, target, {"a": giver(original, listing, pace).serve})
+        copy.run()
+        assert copy.state == "failed" and "was put there meanwhile" in copy.problem
+        assert target.read_bytes() == b"mine"
+
+
+def test_disk_that_is_gone_under_way_is_named_and_the_copy_goes_on_when_it_is_back(
+    tmp_path: Path, original: Path, listing: Listing
+) -> None:
+    if reason := why_no_fat():
+        pytest.skip(reason)
+    target, stick = tmp_path / "fat" / "m.gguf", Stick(tmp_path / "behind", tmp_path / "fat", 4 * SIZE)
+    with stick.plugged(150):  # a chunk takes 64 calls
+        copy = copying(listing, target, {"a": giver(original, listing).serve})
+        copy.run()
+        assert copy.state == "failed" and "cannot be written: Input/output error" in copy.problem
+    with stick.plugged():
+        giving = giver(original, listing)
+        copy = copying(listing, target, {"a": giving.serve})
+        copy.run()
+        assert copy.state == "landed" and target.read_bytes() == original.read_bytes()
+        assert 0 < sum(giving._handed_out) < 3
+
+
 # --- givers that fail ---
 
 
@@ -593,6 +679,18 @@ def test_pull_killed_under_way_goes_on_and_the_file_is_right(pair: Lan) -> None:
     assert file_of(beta).read_bytes() == file_of(alpha).read_bytes()
     assert states(beta) == {"alpha": "whole", "beta": "whole"}
 
+    file_of(beta).unlink()  # and at once, before the next look at the files: `pull` said "whole"
+    assert alpha.up_process
+    alpha.up_process.send_signal(signal.SIGSTOP)
+    pulling = beta.spawn("env", "--default-signal=INT", *shardbox_command(), "pull", "tiny")
+    beta.wait_status(lambda found: any(copy.state == "copying" for copy in found.copies), "it is fetched again")
+    pulling.send_signal(signal.SIGINT)
+    alpha.up_process.send_signal(signal.SIGCONT)
+    assert pulling.wait(20) == 130
+    assert "beta goes on with it" in (beta.folder / f"{beta.started.index(pulling)}.log").read_text()
+    assert beta.run("pull", "tiny").returncode == 0
+    assert file_of(beta).read_bytes() == file_of(alpha).read_bytes()
+
 
 @pytest.mark.namespaces
 def test_verify_names_the_box_whose_copy_has_rotted_and_only_replace_mends_it(pair: Lan) -> None:
@@ -675,6 +773,54 @@ def test_verify_shows_a_bar_on_a_terminal_and_only_the_findings_in_a_pipe(pair: 
 def test_pull_from_a_box_that_has_none_says_so(pair: Lan) -> None:
     done = pair.hosts["alpha"].run("pull", "tiny", "--from", "nobody")
     assert done.returncode == 1 and "no other box has a whole copy (nobody)" in done.stderr
+
+
+def test_prune_keeps_the_engines_that_this_box_runs(tmp_path: Path) -> None:
+    """They were offered, and removed while the node had no others; but not those that its own have taken over from."""
+    state, own = tmp_path / "state", tmp_path / "bin"
+    (state / "engines").mkdir(parents=True)
+    fetched = [str(state / "engines" / name) for name in ROLE_BINARIES.values()]
+    for path in fetched:
+        Path(path).write_bytes(b"engine")
+    note_in_ledger(str(state), fetched)
+    node = NodeConfig(name="beta", engine=EngineConfig(path=("bin",)))
+    setup = parse_config(b'[cluster]\nsecret = "%s"\n' % (b"s" * 20), file="t.toml", folder=str(tmp_path))
+    assert to_prune(str(state), setup, node) == []
+    own.mkdir()
+    (own / "llama-cli").write_bytes(b"engine")
+    assert to_prune(str(state), setup, node) == sorted(fetched)
+
+
+@pytest.mark.namespaces
+def test_file_that_two_models_share_comes_once_and_read_only_folder_is_named(hosts: MakeLan) -> None:
+    more = '[[models]]\nname = "twin"\npath = "models/./tiny.gguf"\nautostart = false'
+    with hosts(toml(("alpha", "beta"), f"autostart = false\n{more}"), ("alpha", "beta")) as lan:
+        at_home(lan)
+        alpha, beta = lan.hosts["alpha"], lan.hosts["beta"]
+        write_model(file_of(alpha), SIZE)
+        folder = file_of(beta).parent
+        folder.mkdir()
+        subprocess.run(["mount", "--bind", folder, folder], check=True)
+        try:
+            subprocess.run(["mount", "-o", "remount,ro,bind", folder], check=True)
+            lan.up("alpha", "beta")
+            eventually(lambda: states(beta).get("alpha") == "whole", "it is known")
+            refused = beta.run("pull", "tiny")
+        finally:
+            subprocess.run(["umount", folder], check=True)
+        assert beta.up_process
+        beta.up_process.kill()
+        beta.up()
+        for model in ("tiny", "twin"):
+            eventually(lambda model=model: states(beta, model).get("alpha") == "whole", "it is known")  # type: ignore[misc]
+        assert refused.returncode == 1 and f"{file_of(beta)}.part cannot be written: Read-only" in refused.stderr
+
+        done = beta.run("pull")
+        assert done.returncode == 0, done.stderr
+        assert file_of(beta).read_bytes() == file_of(alpha).read_bytes()
+        assert beta.up_process and beta.output(beta.up_process).count("whole, and in place") == 1
+        for model in ("tiny", "twin"):
+            assert states(beta, model) == {"alpha": "whole", "beta": "whole"}
 
 
 @pytest.mark.namespaces

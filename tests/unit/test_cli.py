@@ -716,3 +716,9 @@ def test_check_of_a_box_that_others_give_to(others: list[str], copy_models: bool
     found = [item for item in shardbox.check_box(setup, bare, *given) if re.match("model|leader|worker", item["what"])]
     assert {item["level"] for item in found} == levels
     assert len(found) == 3
+
+
+def test_check_says_that_there_is_no_room_for_a_copy() -> None:
+    full = box("beta", 2**34, models=(copy_of(None, room_bytes=2**20),))
+    [said] = [item for item in shardbox.check_box(config(), full, box("alpha", 2**34, shape())) if "m:" in item["what"]]
+    assert said["level"] == "fail" and said["hint"] == "a copy needs 8 GiB, and 1 MiB may be put there"

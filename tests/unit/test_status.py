@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from samples import box, config, model_config, plan_model, ring_plan, shape
+from samples import box, config, copy_of, model_config, plan_model, ring_plan, shape
 
 from shardbox import (
     CRITICAL,
@@ -18,6 +18,7 @@ from shardbox import (
     STATUS_WORDS,
     UNKNOWN,
     WARNING,
+    CopyView,
     ModelView,
     PeerView,
     Phase,
@@ -25,6 +26,7 @@ from shardbox import (
     RankView,
     Snapshot,
     WireView,
+    copy_text,
     judge,
     judge_model,
     peers_table,
@@ -33,6 +35,7 @@ from shardbox import (
     status_line,
     status_text,
     table,
+    wrong_copies,
 )
 
 WIRE = WireView(kind="data", rank=1, node="beta", open=1, sent_bytes=3 << 20, received_bytes=1 << 20)
@@ -264,3 +267,26 @@ def test_plan_text_shows_ranges_reasons_and_who_is_left_out() -> None:
 def test_plan_text_without_a_plan_says_why() -> None:
     assert plan_text(PlanError("too big", hint="add a box"), "m") == "model m: no plan\n  too big\n  hint: add a box"
     assert plan_text(PlanError("too big"), "m") == "model m: no plan\n  too big"
+
+
+def test_copies_that_all_contradict_the_toml_are_not_to_be_pulled_from_each_other() -> None:
+    """`pull --replace` was the advice, though no box had the content that `sha256` asks for."""
+    wrong, right = copy_of(shape(), root="bbbb", problem="has SHA-256 bb, the TOML says aa"), copy_of(shape())
+    of = [box(name, 2**34, models=(copy,)) for name, copy in (("alpha", wrong), ("beta", wrong), ("gamma", right))]
+    assert all("correct `sha256`" in text for text in wrong_copies(model_config(), of[:2]))
+    assert all("pull m --replace" in text for text in wrong_copies(model_config(), of))
+    assert len(wrong_copies(model_config(), of)) == 2
+
+
+@pytest.mark.parametrize(
+    ("state", "done", "rate", "text"),
+    [
+        ("copying", 0, 0.0, "beta has 0 % of 2 GiB"),
+        ("copying", GIB, GIB / 2, "beta has 50 % of 2 GiB, 512 MiB/s, 2.0 s left"),
+        ("copying", 2 * GIB, 0.0, "beta has all of 2 GiB, and puts it in place"),
+        ("reading", GIB, GIB / 2, "beta has read 50 % of 2 GiB, 512 MiB/s, 2.0 s left"),
+    ],
+)
+def test_copy_text_says_how_far_and_how_long(state: str, done: int, rate: float, text: str) -> None:
+    view = CopyView(model="m", node="beta", state=state, done_bytes=done, size_bytes=2 * GIB, bytes_per_s=rate)
+    assert copy_text(view) == text
