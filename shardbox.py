@@ -4041,18 +4041,6 @@ def _tune(sock: socket.socket) -> None:
                 sock.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
 
 
-def let_the_waker_go_on() -> None:
-    """Put this thread into SCHED_BATCH (sched(7)): woken, it takes an idle core or waits for this one to be free.
-
-    A thread that passes bytes on would else be put aside by the one it wakes, in the middle of its call, and finish
-    later on a core that has gone to sleep meanwhile: 32 KiB there and back take 124 us so, not 150 (2026-12-01, 25
-    pairs on two idle cores). Beside an engine that keeps all cores busy the median is 20 us longer, the tail is not.
-    """
-    if hasattr(os, "SCHED_BATCH"):
-        with contextlib.suppress(OSError):
-            os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
-
-
 def _unanswered_s(sock: socket.socket) -> float:
     """Seconds since the peer's kernel last answered, 0.0 if nothing awaits an answer or it cannot be told.
 
@@ -4140,7 +4128,6 @@ class SealedLink:
     def _run(self, carry: Callable[[], None], leave: Callable[[], None]) -> None:
         from cryptography.exceptions import InvalidTag
 
-        let_the_waker_go_on()
         try:
             self._check()
             carry()
@@ -5045,7 +5032,6 @@ class Giver:
 
     def serve(self, stream: SealedStream) -> None:
         """Answer one taker until it leaves; in a thread. Files that changed meanwhile end it."""
-        let_the_waker_go_on()
         with contextlib.suppress(OSError, struct.error), contextlib.ExitStack() as stack:
             stack.enter_context(stream)
             files = [stack.enter_context(file) for file in self._open()]
@@ -5247,7 +5233,6 @@ class Copy:
 
     def _take_from(self, name: str, landing: Landing) -> None:
         """One stream from one giver, in a thread."""
-        let_the_waker_go_on()
         size, number = -(-len(landing.chunks) // 8), bytearray(_CHUNK_NUMBER.size)
         try:
             with self._connect(name) as stream:
