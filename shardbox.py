@@ -7443,7 +7443,7 @@ class Traffic:
     held: int = 0  # entered here, and wait for the ring to form again
     tokens_per_s: float = 0.0  # of the last answer
     answered_at: float = 0.0  # when the last byte of an answer came
-    unanswered_since: float = 0.0  # wanted, but not serving; 0: it serves or is not wanted
+    unanswered_since: float = 0.0  # wanted, but served nowhere; 0: it is served or is not wanted
 
 
 class Rings:
@@ -7761,12 +7761,11 @@ class Proposer:
         self._rings.follow()
         for name, ring in list(self._rings.rings.items()):
             traffic = self._rings.traffic[name]
-            traffic.unanswered_since = traffic.unanswered_since or now
-            if ring.phase == Phase.SERVING or not ring.wanted:
-                traffic.unanswered_since = 0.0
             self._rings.post(name, Event(kind="tick", reason=self._rings.lagging(name), idle=not traffic.in_flight))
             rival = self.led_elsewhere(name)
-            if Phase.SERVING in (ring.phase, rival.phase if rival else ""):
+            served = Phase.SERVING in (ring.phase, rival.phase if rival else "")
+            traffic.unanswered_since = 0.0 if served or not ring.wanted else traffic.unanswered_since or now
+            if served:
                 self.formed.add(name)
             if ring.plan and ring.phase in Phase.ACTIVE and rival and rival.phase in Phase.ACTIVE:
                 own = precedence(ring.phase, ring.plan.world, ring.plan.leader)
