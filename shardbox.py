@@ -108,8 +108,10 @@ class LazyModule:
         self._name = name
 
     def load(self) -> Any:
-        """The module itself."""
-        return importlib.import_module(self._name)
+        """The module itself, which takes this one's place."""
+        module = importlib.import_module(self._name)
+        globals()[self._name.rpartition(".")[2]] = module
+        return module
 
     def __getattr__(self, attribute: str) -> Any:
         return getattr(self.load(), attribute)
@@ -134,7 +136,7 @@ def load_all(*but: str) -> None:
         os.environ.pop(name) if before is None else os.environ.update({name: before})
 
 
-PROTOCOL = 1  # of control messages and services between nodes; another number is named, never guessed at
+PROTOCOL = 2  # of control messages and services between nodes; another number is named, never guessed at
 log = logging.getLogger("shardbox")
 
 
@@ -291,20 +293,23 @@ def _decode(kind: Any, data: Any, where: str) -> Any:
     raise MessageError(f"expected {getattr(kind, '__name__', kind)}, got {type(data).__name__}", where=where)
 
 
-_HINTS: dict[Any, dict[str, Any]] = {}
-
-
 def _decode_dataclass(kind: Any, data: Any, where: str) -> Any:
     if not isinstance(data, dict):
         raise MessageError(f"expected an object, got {type(data).__name__}", where=where)
-    hints = _HINTS.setdefault(kind, typing.get_type_hints(kind))
     values = {}
-    for field in dataclasses.fields(kind):
-        if field.name in data:
-            values[field.name] = _decode(hints[field.name], data[field.name], f"{where}.{field.name}")
-        elif _required(field):
-            raise MessageError("missing", where=f"{where}.{field.name}")
+    for name, hint, required in _fields(kind):
+        if name in data:
+            values[name] = _decode(hint, data[name], f"{where}.{name}")
+        elif required:
+            raise MessageError("missing", where=f"{where}.{name}")
     return kind(**values)
+
+
+@functools.cache
+def _fields(kind: Any) -> tuple[tuple[str, Any, bool], ...]:
+    """(name, type, whether it has no default) of a dataclass's fields; to find the types takes a compiler's run."""
+    hints = typing.get_type_hints(kind)
+    return tuple((field.name, hints[field.name], _required(field)) for field in dataclasses.fields(kind))
 
 
 def _required(field: dataclasses.Field[Any]) -> bool:
@@ -2753,7 +2758,8 @@ def why(view: ModelView) -> str:
 # 8. Probes: what this box has. I/O starts here. Every probe answers; what is not there is said in words.
 # ======================================================================================================
 
-CHUNK_BYTES = 16 * MIB  # of a model file behind one hash: what a copy over the mesh verifies and resumes by
+CHUNK_BYTES = 4 * MIB  # of a model file behind one hash: what a copy over the mesh verifies, passes on and resumes by
+CHUNKS = f"chunks of {CHUNK_BYTES}"  # as HashCache calls them
 ROLE_BINARIES = {"leader": "llama-server", "worker": "llama-cli"}
 
 
@@ -3055,9 +3061,9 @@ class HashCache:
             with ThreadPoolExecutor(os.cpu_count()) as pool:
                 return list(pool.map(chunk, range(0, size, CHUNK_BYTES)))
 
-        return tuple(self._cached("chunks", path, compute, again)[3:])
+        return tuple(self._cached(CHUNKS, path, compute, again)[3:])
 
-    def known(self, path: str, kind: str = "chunks") -> tuple[str, ...] | None:
+    def known(self, path: str, kind: str = CHUNKS) -> tuple[str, ...] | None:
         """The hashes of a file that has not changed since they were made; None without."""
         with contextlib.suppress(OSError), open(path, "rb") as file:
             entry = self._entries.get(f"{kind} {os.path.abspath(path)}", [])
@@ -3067,7 +3073,7 @@ class HashCache:
     def remember(self, path: str, hashes: Sequence[str]) -> None:
         """Chunk hashes that were checked while the file was written. Raises OSError."""
         with open(path, "rb") as file:
-            self._keep(f"chunks {os.path.abspath(path)}", [*_identity(file), *hashes])
+            self._keep(f"{CHUNKS} {os.path.abspath(path)}", [*_identity(file), *hashes])
 
     def _cached(
         self, kind: str, path: str, compute: Callable[[BufferedReader, int], list[str]], again: bool
@@ -3101,8 +3107,8 @@ def _identity(file: BufferedReader) -> list[int]:
 
 def root_hash(parts: Sequence[tuple[int, Sequence[str]]]) -> str:
     """One hash for a whole model, from (bytes, chunk hashes) of each part in order: SHA-256 over lines, each with
-    a newline: "shardbox-model-1", then for each part "<bytes> <number of chunks>" and its chunk hashes in hex."""
-    lines = ["shardbox-model-1"]
+    a newline: "shardbox-model-2", then for each part "<bytes> <number of chunks>" and its chunk hashes in hex."""
+    lines = ["shardbox-model-2"]
     for size, hashes in parts:
         lines += [f"{size} {len(hashes)}", *hashes]
     return hashlib.sha256("".join(f"{line}\n" for line in lines).encode()).hexdigest()
@@ -3567,7 +3573,7 @@ class Surveyor:
     def _reading(self, path: str, model: ModelConfig, again: bool) -> Iterator[Spend]:
         """What is to be told of each MiB of a model's files that is read; `readings` has it meanwhile."""
         parts, said_at = part_paths(path), time.monotonic()
-        work = [*((part, "chunks") for part in parts), *((part, "file") for part in parts if model.sha256)]
+        work = [*((part, CHUNKS) for part in parts), *((part, "file") for part in parts if model.sha256)]
         sizes = [os.path.getsize(part) for part, kind in work if again or self._cache.known(part, kind) is None]
         reading = Reading(model.name, self._facts.name, sum(sizes))
 
@@ -4763,10 +4769,32 @@ def read_listing(data: bytes, root: str) -> Listing:
     raise MessageError(f"sent a list of chunks that is not that of {root[:8]}")
 
 
-def pick_chunk(offered: int, handed_out: Sequence[int]) -> int:
-    """Of the chunks in the bitmap `offered` the one that was handed out least, of these the first; -1 for none."""
-    numbers = (n for n in range(offered.bit_length()) if offered >> n & 1)
-    return min(numbers, key=lambda n: (handed_out[n], n), default=-1)
+class HandedOut:
+    """How often a giver gave each chunk. In bitmaps: a model may have 100,000 chunks, and each of them asks here."""
+
+    def __init__(self) -> None:
+        self._more: list[int] = []  # [n]: the chunks given more than n times
+
+    def pick(self, offered: int) -> int:
+        """Of the chunks in the bitmap `offered` the one given least, of these the first, as given once more now;
+        -1 for none."""
+        if not offered:
+            return -1
+        times = next((n for n, more in enumerate(self._more) if offered & ~more), len(self._more))
+        if times == len(self._more):
+            self._more.append(0)
+        least = offered & ~self._more[times]
+        first = least & -least
+        self._more[times] |= first
+        return first.bit_length() - 1
+
+    def put_back(self, number: int) -> None:
+        """That one was not wanted."""
+        self._more[self.times(number) - 1] &= ~(1 << number)
+
+    def times(self, number: int) -> int:
+        """How often a chunk was given."""
+        return sum(more >> number & 1 for more in self._more)
 
 
 class Pace:
@@ -4808,7 +4836,9 @@ class Landing:
         self.changed = threading.Condition()  # told of each chunk
         self.files: list[int] = []  # descriptors
         self._mode, self._replace, self._spend = mode, replace, spend
+        self._shorter = {n: CHUNK_BYTES - size for n, (_, _, size, _) in enumerate(self.chunks) if size < CHUNK_BYTES}
         self._settled: set[int] = set()  # files that stood there already, right and whole
+        self._writing = [threading.Lock() for _ in range(MAX_STREAMS)]  # of a chunk: two may be on it
 
     @property
     def own(self) -> list[str]:
@@ -4824,7 +4854,7 @@ class Landing:
     def held_bytes(self) -> int:
         """Bytes that are here and right."""
         held = self.held
-        return sum(size for n, (_, _, size, _) in enumerate(self.chunks) if held >> n & 1)
+        return held.bit_count() * CHUNK_BYTES - sum(less for n, less in self._shorter.items() if held >> n & 1)
 
     def open(self) -> None:
         """Take stock of what is there already, and of the room. Raises FileError, OSError."""
@@ -4933,13 +4963,14 @@ class Landing:
         """Store bytes of a chunk, from `at` in it, unless all of it is here: with its last byte it counts, so its hash
         must have been right before that. Raises OSError, as on a full disk."""
         owner, start, size, _ = self.chunks[number]
-        with self.changed:
+        with self._writing[number % len(self._writing)]:
             while data and not self.held >> number & 1:
                 written = os.pwrite(self.files[owner], data, start + at)
                 at, data = at + written, data[written:]
                 if at == size:
-                    self.held |= 1 << number
-                    self.changed.notify_all()
+                    with self.changed:
+                        self.held |= 1 << number
+                        self.changed.notify_all()
 
     def finish(self, sha256: Sequence[str] = ()) -> None:
         """Move whole files in place; the first part comes last, for a model counts from there. `sha256`: what
@@ -4976,7 +5007,10 @@ class Landing:
 
     def close(self) -> None:
         """Give the descriptors back; what has landed stays."""
-        with self.changed:
+        with contextlib.ExitStack() as stack:
+            for writing in self._writing:
+                stack.enter_context(writing)
+            stack.enter_context(self.changed)
             for file in self.files:
                 with contextlib.suppress(OSError):  # a disk that is gone; what counts was synced before
                     os.close(file)
@@ -5028,7 +5062,7 @@ class Giver:
     def __init__(self, listing: Listing, paths: Sequence[str], pace: Pace, landing: Landing | None = None) -> None:
         self._listing, self._paths, self._pace, self._landing = listing, paths, pace, landing
         self._chunks = listing.chunks
-        self._handed_out, self._lock = [0] * len(self._chunks), threading.Lock()
+        self.handed_out, self._lock = HandedOut(), threading.Lock()
 
     def serve(self, stream: SealedStream) -> None:
         """Answer one taker until it leaves; in a thread. Files that changed meanwhile end it."""
@@ -5057,7 +5091,8 @@ class Giver:
         if answer == b"y":
             self._send(stream, files, number)
         else:
-            self._handed_out[number] -= 1
+            with self._lock:
+                self.handed_out.put_back(number)
 
     def _open(self) -> list[BinaryIO]:
         """Each connection has its own."""
@@ -5077,10 +5112,7 @@ class Giver:
     def _pick(self, wanted: int) -> int:
         wanted &= self._landing.held if self._landing else (1 << len(self._chunks)) - 1
         with self._lock:
-            number = pick_chunk(wanted, self._handed_out)
-            if number >= 0:
-                self._handed_out[number] += 1
-        return number
+            return self.handed_out.pick(wanted)
 
     def _send(self, stream: SealedStream, files: Sequence[BinaryIO], number: int) -> None:
         owner, start, size, _ = self._chunks[number]
@@ -5321,8 +5353,8 @@ class Copy:
 
 # --- the stick: a folder that holds all that a box needs, on a file system that may be FAT ----------------
 
-STICK_FORMAT = 1
-PIECE_BYTES = 255 * CHUNK_BYTES  # FAT takes files of less than 4 GiB
+STICK_FORMAT = 2
+PIECE_BYTES = 1023 * CHUNK_BYTES  # FAT takes files of less than 4 GiB
 MANIFEST_NAME = "manifest.json"
 STICK_BACK = "put the stick back and type it again: it goes on from here"
 STICK_TEXT = """This stick sets up a box of the shardbox cluster "{cluster}".

@@ -44,7 +44,7 @@ from hosts import (
     shardbox_command,
 )
 
-from shardbox import EngineConfig, Snapshot, status_line
+from shardbox import PROTOCOL, EngineConfig, Snapshot, status_line
 
 __all__ = ["hosts"]  # a fixture, found by its name
 
@@ -462,7 +462,7 @@ def advert(host: Host, **said: str) -> Iterator[None]:
 
 
 def test_advert_of_another_cluster_is_named_as_foreign(alpha: Host, delta: Host) -> None:
-    with advert(delta, node="hermit", cluster="cellar", protocol="1"):
+    with advert(delta, node="hermit", cluster="cellar", protocol=str(PROTOCOL)):
         found = alpha.wait_status(lambda found: any(p.name == "hermit" for p in found.peers), "hermit is seen")
         listed = alpha.run("nodes").stdout
 
@@ -473,7 +473,7 @@ def test_advert_of_another_cluster_is_named_as_foreign(alpha: Host, delta: Host)
 
 
 def test_advert_of_a_stranger_under_a_members_name_changes_nothing(ring: Lan, alpha: Host, delta: Host) -> None:
-    before, said = agree(ring), {"cluster": "attic", "protocol": "1"}
+    before, said = agree(ring), {"cluster": "attic", "protocol": str(PROTOCOL)}
     with (
         advert(delta, node="beta", **said),
         advert(delta, node="mallory", **said),
@@ -495,7 +495,7 @@ def test_advert_with_another_protocol_is_named_as_refused(alpha: Host, delta: Ho
         found = alpha.wait_status(lambda found: any(p.name == "future" for p in found.peers), "future is seen")
 
     [peer] = [peer for peer in found.peers if peer.name == "future"]
-    assert peer.state == "refused" and peer.detail == "speaks protocol 99, this box 1"
+    assert peer.state == "refused" and peer.detail == f"speaks protocol 99, this box {PROTOCOL}"
 
 
 # --- what breaks, and how it comes back --------------------------------------------------------------------

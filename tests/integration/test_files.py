@@ -35,6 +35,7 @@ from shardbox import (
     EngineConfig,
     FileError,
     Giver,
+    HandedOut,
     HashCache,
     Landing,
     ListedFile,
@@ -45,7 +46,6 @@ from shardbox import (
     Snapshot,
     note_in_ledger,
     parse_config,
-    pick_chunk,
     place_in,
     to_prune,
 )
@@ -54,7 +54,7 @@ __all__ = ["hosts"]  # a fixture, found by its name
 
 MakeLan = Callable[..., contextlib.AbstractContextManager[Lan]]
 Serve = Callable[[SealedStream], None]
-SIZE = 2 * CHUNK_BYTES + 5 * MIB
+SIZE = 2 * CHUNK_BYTES + MIB
 NAME = "models/tiny.gguf"
 FREELY = Pace(0, lambda: False)
 
@@ -139,23 +139,31 @@ def listing(original: Path) -> Listing:
 # --- who gives what ---
 
 
-@given(st.integers(0, 1 << 20), st.lists(st.integers(0, 5), min_size=20, max_size=20))
-def test_pick_chunk_takes_one_that_is_offered_and_none_that_went_more_often(offered: int, counts: list[int]) -> None:
-    offered &= (1 << 20) - 1
-    number = pick_chunk(offered, counts)
-    if not offered:
-        assert number == -1
-        return
-    assert offered >> number & 1
-    assert all(counts[number] <= counts[n] for n in range(20) if offered >> n & 1)
+def times(handed_out: HandedOut, chunks: int) -> list[int]:
+    return [handed_out.times(number) for number in range(chunks)]
+
+
+def gave(giver: Giver) -> int:
+    """Chunks that left it."""
+    return sum(times(giver.handed_out, 64))
+
+
+@given(st.lists(st.tuples(st.integers(0, (1 << 12) - 1), st.booleans()), max_size=60))
+def test_pick_takes_one_that_is_offered_and_the_first_of_those_that_went_least(asked: list[tuple[int, bool]]) -> None:
+    handed_out, counts = HandedOut(), [0] * 12
+    for offered, kept in asked:
+        wanted = min((n for n in range(12) if offered >> n & 1), key=lambda n: (counts[n], n), default=-1)
+        assert handed_out.pick(offered) == wanted
+        if wanted >= 0 and kept:
+            counts[wanted] += 1
+        elif wanted >= 0:
+            handed_out.put_back(wanted)
+        assert times(handed_out, 12) == counts
 
 
 def test_takers_of_one_giver_get_each_chunk_once_before_any_twice() -> None:
-    counts, got = [0] * 12, []
-    for _ in range(12):
-        got.append(pick_chunk((1 << 12) - 1, counts))
-        counts[got[-1]] += 1
-    assert sorted(got) == [*range(12)]
+    handed_out = HandedOut()
+    assert [handed_out.pick((1 << 12) - 1) for _ in range(12)] == [*range(12)]
 
 
 # --- streams ---
@@ -277,7 +285,7 @@ def test_file_with_other_bytes_stays_unless_it_may_be_replaced(
     replaced = copying(listing, target, {"a": giving.serve}, replace=True)
     replaced.run()
     assert replaced.state == "landed" and target.read_bytes() == original.read_bytes()
-    assert giving._handed_out == [0, 1, 0]  # the chunks that were right were not fetched again
+    assert times(giving.handed_out, 3) == [0, 1, 0]  # the chunks that were right were not fetched again
 
 
 def test_file_that_appears_while_a_copy_runs_is_not_overwritten(
@@ -354,7 +362,7 @@ def test_what_has_landed_is_not_fetched_again(tmp_path: Path, original: Path, li
     landing.close()
     giving = giver(original, listing)
     copying(listing, tmp_path / "m.gguf", {"a": giving.serve}).run()
-    assert giving._handed_out == [1, 0, 1]
+    assert times(giving.handed_out, 3) == [1, 0, 1]
 
 
 @pytest.mark.parametrize("missing", [True, False])
@@ -382,7 +390,7 @@ def test_split_model_with_one_part_wrong_or_missing_fetches_only_what_is_not_rig
     assert copy.state == "landed", copy.problem
     assert [target.read_bytes() for target in targets] == [part.read_bytes() for part in parts]
     assert [target.stat().st_ino for target in targets[::2]] == before
-    assert whole._handed_out == [0, 1, int(missing), 0, 0]  # the first part has one chunk, the others two
+    assert times(whole.handed_out, 5) == [0, 1, int(missing), 0, 0]  # the first part has one chunk, the others two
     assert len(list((tmp_path / "to").glob("*.gguf*"))) == 3
 
 
@@ -394,7 +402,7 @@ def test_folder_in_the_place_of_the_file_is_named_before_anything_is_fetched(
         (tmp_path / place).mkdir()
         copy = copying(listing, tmp_path / "m.gguf", {"a": giving.serve}, replace=True)
         copy.run()
-        assert copy.state == "failed" and str(tmp_path / place) in copy.problem and not sum(giving._handed_out)
+        assert copy.state == "failed" and str(tmp_path / place) in copy.problem and not gave(giving)
         (tmp_path / place).rmdir()
 
 
@@ -423,7 +431,7 @@ def test_disk_that_is_gone_under_way_is_named_and_the_copy_goes_on_when_it_is_ba
     if reason := why_no_fat():
         pytest.skip(reason)
     target, stick = tmp_path / "fat" / "m.gguf", Stick(tmp_path / "behind", tmp_path / "fat", 4 * SIZE)
-    with stick.plugged(150):  # a chunk takes 64 calls
+    with stick.plugged(40):  # a chunk takes 16 calls
         copy = copying(listing, target, {"a": giver(original, listing).serve})
         copy.run()
         assert copy.state == "failed" and "cannot be written: Input/output error" in copy.problem
@@ -432,7 +440,7 @@ def test_disk_that_is_gone_under_way_is_named_and_the_copy_goes_on_when_it_is_ba
         copy = copying(listing, target, {"a": giving.serve})
         copy.run()
         assert copy.state == "landed" and target.read_bytes() == original.read_bytes()
-        assert 0 < sum(giving._handed_out) < 3
+        assert 0 < gave(giving) < 3
 
 
 # --- givers that fail ---
@@ -498,9 +506,9 @@ def test_giver_whose_file_changes_under_way_does_no_harm(tmp_path: Path, origina
     fickle.write_bytes(original.read_bytes())
 
     def change(n: int) -> None:
-        if n == 20:
+        if n == 5:
             os.truncate(fickle, CHUNK_BYTES)
-        if n == 21:
+        if n == 6:
             fickle.write_bytes(noise(tmp_path / "new", seed=3).read_bytes())
 
     serves = {"a": giver(fickle, listing, Hooked(change)).serve, "b": giver(original, listing).serve}
@@ -511,7 +519,7 @@ def test_giver_whose_file_changes_under_way_does_no_harm(tmp_path: Path, origina
 
 def test_copy_that_is_stopped_ends_soon_and_goes_on_later(tmp_path: Path, original: Path, listing: Listing) -> None:
     copy = copying(listing, tmp_path / "m.gguf", {})
-    pace = Hooked(lambda n: copy.cancel() if n == 20 else None)
+    pace = Hooked(lambda n: copy.cancel() if n == 5 else None)
     serves = {"a": giver(original, listing, pace).serve}
     copy._givers, copy._connect = lambda: list(serves), connecting(serves)
     copy.run()
@@ -547,7 +555,7 @@ def test_eight_takers_pass_chunks_on_so_that_the_giver_sends_little_more_than_on
         thread.join()
     assert {copy.state for copy in copies.values()} == {"landed"}
     assert all((tmp_path / name / "m.gguf").read_bytes() == source.read_bytes() for name in copies)
-    assert sum(giving._handed_out) < 4 * len(listed.chunks)
+    assert gave(giving) < 4 * len(listed.chunks)
 
 
 # --- full disks ---
@@ -573,8 +581,8 @@ def test_disk_without_room_is_named_first_with_what_is_missing(
     giving = giver(original, listing)
     copy = copying(listing, small_disk / "m.gguf", {"a": giving.serve})
     copy.run()
-    assert copy.state == "failed" and "needs 37 MiB more, and 35 MiB are free" in copy.problem
-    assert "make room for 2 MiB" in copy.hint and sum(giving._handed_out) == 0
+    assert copy.state == "failed" and "needs 9 MiB more, and 7 MiB are free" in copy.problem
+    assert "make room for 2 MiB" in copy.hint and gave(giving) == 0
 
 
 @pytest.mark.namespaces
@@ -590,7 +598,7 @@ def test_disk_that_fills_up_under_way_loses_nothing(small_disk: Path, original: 
     again = copying(listing, small_disk / "m.gguf", {"a": giving.serve})
     again.run()
     assert again.state == "landed" and (small_disk / "m.gguf").read_bytes() == original.read_bytes()
-    assert 0 < sum(giving._handed_out) < 3
+    assert 0 < gave(giving) < 3
 
 
 # --- whole nodes ---
@@ -643,7 +651,7 @@ def test_box_without_the_model_fetches_it_before_the_ring_forms(hosts: MakeLan) 
 
 # --- by hand: one pair of boxes, the tests run in order ---
 
-FIVE = 4 * CHUNK_BYTES + 5 * MIB
+FIVE = 4 * CHUNK_BYTES + MIB
 
 
 @pytest.fixture(scope="module")
@@ -725,7 +733,7 @@ def test_reading_is_told_by_status_and_models_and_goes_slowly_while_a_ring_answe
             write_model(file_of(host), MIB)
         alpha, beta = lan.up("alpha", "beta")
         alpha.wait_status(serves, "the ring serves", 90)
-        size = write_model(beta.folder / "models/large.gguf", 6 * CHUNK_BYTES).stat().st_size
+        size = write_model(beta.folder / "models/large.gguf", 96 * MIB).stat().st_size
         ended = threading.Event()
 
         def ask_on() -> None:

@@ -215,7 +215,7 @@ def test_manifest_that_leads_out_of_the_folder_is_refused(kitchen: Kitchen, path
 
 
 @pytest.mark.parametrize(
-    "content", ["", "[]", '{"format": 2, "files": []}', '{"format": 1, "files": [{"kind": 1}]}', "[" * 5000]
+    "content", ["", "[]", '{"format": 1, "files": []}', '{"format": 2, "files": [{"kind": 1}]}', "[" * 5000]
 )
 def test_manifest_that_is_none_is_one_message(kitchen: Kitchen, content: str) -> None:
     (kitchen.stick / "manifest.json").write_text(content)

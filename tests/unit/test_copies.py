@@ -8,7 +8,7 @@ from statistics import median
 
 import pytest
 
-from shardbox import MAX_STREAMS, pick_chunk
+from shardbox import MAX_STREAMS, HandedOut
 
 Flow = tuple[int, int]  # giver, taker
 
@@ -34,7 +34,7 @@ def fair_rates(flows: list[Flow]) -> list[float]:
 def spread_s(takers: int, chunks: int, seed: int, *, turns: int = 99, streams: int = MAX_STREAMS) -> float:
     """Seconds until so many takers have what box 0 has. `turns`: chunks that a giver sends at once."""
     whole, order, now = (1 << chunks) - 1, random.Random(seed), 0.0
-    held, handed_out = [whole] + [0] * takers, [[0] * chunks for _ in range(takers + 1)]
+    held, handed_out = [whole] + [0] * takers, [HandedOut() for _ in range(takers + 1)]
     givers = {t: [0, *order.sample([g for g in range(1, takers + 1) if g != t], takers - 1)][:streams]
               for t in range(1, takers + 1)}  # fmt: skip
     flows: dict[Flow, tuple[int, float]] = {}  # -> number of the chunk, what is left of it
@@ -42,10 +42,10 @@ def spread_s(takers: int, chunks: int, seed: int, *, turns: int = 99, streams: i
         idle = [(giver, taker) for taker, its in givers.items() for giver in its if (giver, taker) not in flows]
         for giver, taker in order.sample(idle, len(idle)):
             coming = sum(1 << number for (_, to), (number, _) in flows.items() if to == taker)
-            number = pick_chunk(held[giver] & ~held[taker] & ~coming, handed_out[giver])
-            if number >= 0 and sum(source == giver for source, _ in flows) < turns:
-                handed_out[giver][number] += 1
-                flows[giver, taker] = number, 1.0
+            if sum(source == giver for source, _ in flows) < turns:
+                number = handed_out[giver].pick(held[giver] & ~held[taker] & ~coming)
+                if number >= 0:
+                    flows[giver, taker] = number, 1.0
         rates = dict(zip(flows, fair_rates(list(flows)), strict=True))
         step = min(left / rates[flow] for flow, (_, left) in flows.items())
         now += step

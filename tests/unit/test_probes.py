@@ -22,6 +22,7 @@ from models import llama_metadata, llama_tensors, write_gguf
 
 from shardbox import (
     CHUNK_BYTES,
+    CHUNKS,
     GIB,
     AddressFacts,
     BinaryFacts,
@@ -246,7 +247,7 @@ def hashes_of(cache: HashCache, path: Path, seen: list[int] | None = None) -> tu
 @pytest.fixture
 def model(tmp_path: Path) -> Path:
     path = tmp_path / "model.bin"
-    path.write_bytes(os.urandom(1 << 20) * 33 + b"end")
+    path.write_bytes(os.urandom(1 << 20) * 9 + b"end")
     return path
 
 
@@ -278,11 +279,13 @@ def test_hashes_are_kept_until_the_file_changes(tmp_path: Path, model: Path) -> 
     assert [path.name for path in state.iterdir()] == ["hashes.json"]
 
 
-@pytest.mark.parametrize("content", ["", "{", "\xff", "[]", '{"chunks PATH": 4}', '{"chunks PATH": ["x"]}'])
+@pytest.mark.parametrize("content", ["", "{", "\xff", "[]", '{"KIND PATH": 4}', '{"KIND PATH": ["x"]}'])
 def test_broken_cache_is_replaced(tmp_path: Path, model: Path, content: str) -> None:
-    (tmp_path / "hashes.json").write_text(content.replace("PATH", str(model)), encoding="latin-1")
+    (tmp_path / "hashes.json").write_text(
+        content.replace("KIND", CHUNKS).replace("PATH", str(model)), encoding="latin-1"
+    )
     assert len(hashes_of(HashCache(str(tmp_path)), model)) == 3
-    assert f"chunks {model}" in json.loads((tmp_path / "hashes.json").read_text())
+    assert f"{CHUNKS} {model}" in json.loads((tmp_path / "hashes.json").read_text())
 
 
 def test_cache_that_cannot_be_saved_still_answers(tmp_path: Path, model: Path) -> None:
@@ -298,12 +301,12 @@ def test_hashing_stops_when_told(tmp_path: Path, model: Path) -> None:
 
     def spend(count: int) -> None:
         asked.append(count)
-        if len(asked) > 20:  # of 34: in the middle
+        if len(asked) > 5:  # of 10: in the middle
             raise ShardboxError("stopped")
 
     with pytest.raises(ShardboxError, match="stopped"):
         HashCache(str(tmp_path / "state")).file_hashes(str(model), spend)
-    assert len(asked) < 34 and not (tmp_path / "state").exists()
+    assert len(asked) < 10 and not (tmp_path / "state").exists()
 
 
 def test_hashing_is_done_by_several_threads_at_once(tmp_path: Path, model: Path) -> None:
@@ -345,7 +348,7 @@ def test_cache_is_safe_for_threads(tmp_path: Path) -> None:
 
 def test_root_hash_is_the_documented_construction() -> None:
     a, b = "a" * 64, "b" * 64
-    text = f"shardbox-model-1\n20 2\n{a}\n{b}\n5 1\n{a}\n"
+    text = f"shardbox-model-2\n20 2\n{a}\n{b}\n5 1\n{a}\n"
     assert root_hash([(20, [a, b]), (5, [a])]) == hashlib.sha256(text.encode()).hexdigest()
     assert root_hash([(20, [a, b]), (5, [a])]) != root_hash([(5, [a]), (20, [a, b])])
     assert root_hash([(20, [a]), (5, [b, a])]) != root_hash([(20, [a, b]), (5, [a])])
