@@ -8935,6 +8935,7 @@ class PeerService:
 
     def __init__(self, node: Node) -> None:
         self._node = node
+        self._told: tuple[NodeFacts | None, str] = None, ""  # facts, and their digest
 
     def app(self) -> web.Application:
         """The routes, all under /peer."""
@@ -8965,9 +8966,12 @@ class PeerService:
         except ValueError:
             raise MessageError("expected a number", where="/peer/state: uptime") from None
         node.peers.check_twin(self._caller(request), query.get("machine", ""), uptime_s)
-        known = digest(node.box.facts)
+        facts = node.box.facts
+        if facts is not self._told[0]:
+            self._told = facts, digest(facts)
+        known = self._told[1]
         return PeerState(
-            facts=None if query.get("have") == known else node.box.facts,
+            facts=None if query.get("have") == known else facts,
             digest=known,
             uptime=time.monotonic() - node.box.started,
             wall=time.time(),
