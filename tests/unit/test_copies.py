@@ -61,10 +61,10 @@ def growth(chunks: int, **limits: int) -> float:
     return eight / two
 
 
-@pytest.mark.parametrize("chunks", [32, 64])
-def test_copies_to_eight_take_less_than_a_fifth_longer_than_to_two(chunks: int) -> None:
+@pytest.mark.parametrize(("chunks", "most"), [(32, 1.2), (64, 1.1), (192, 1.05)])
+def test_copies_to_eight_take_little_longer_than_to_two(chunks: int, most: float) -> None:
     assert spread_s(1, chunks, seed=1) == pytest.approx(chunks)
-    assert growth(chunks) < 1.2
+    assert growth(chunks) < most
 
 
 def test_fewer_streams_or_turns_leave_cables_idle() -> None:
