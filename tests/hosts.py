@@ -56,9 +56,14 @@ def why_no_hosts() -> str:
 
 
 def shardbox_command() -> list[str]:
-    """The program under test: the frozen file that SHARDBOX_EXE names, else the module."""
+    """The program under test: the frozen file that SHARDBOX_EXE names, else the module, which start.py runs."""
     frozen = os.environ.get("SHARDBOX_EXE")
-    return [os.path.abspath(frozen)] if frozen else [sys.executable, os.path.abspath(shardbox.__file__)]
+    return [os.path.abspath(frozen)] if frozen else [sys.executable, str(Path(__file__).with_name("start.py"))]
+
+
+def program_file() -> Path:
+    """What people copy: the frozen file under test, else the module."""
+    return Path(os.environ.get("SHARDBOX_EXE", shardbox.__file__)).resolve()
 
 
 def tool(*args: str) -> str:

@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hosts import shardbox_command
 
 import shardbox
 from shardbox import PORT_BLOCK, REQUEST_TIMEOUT_S, control_path, status_address
@@ -57,7 +58,7 @@ class Node:
 
     def command(self, *args: str) -> subprocess.CompletedProcess[str]:
         return subprocess.run(
-            [sys.executable, str(Path(shardbox.__file__)), *args, "--config", self.config, "--node", "alpha"],
+            [*shardbox_command(), *args, "--config", self.config, "--node", "alpha"],
             capture_output=True,
             text=True,
             env=self.env,
@@ -153,7 +154,7 @@ def node(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Node]:
     env = {**os.environ, "SHARDBOX_STATE": str(state)}
     with open(log, "wb") as output:
         process = subprocess.Popen(
-            [sys.executable, str(Path(shardbox.__file__)), "up", "--config", str(config), "--node", "alpha"],
+            [*shardbox_command(), "up", "--config", str(config), "--node", "alpha"],
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=output,

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 from fat import CLUSTER_BYTES, Stick, why_no_fat
-from hosts import SECRET, Lan, eventually, hosts, shardbox_command
+from hosts import SECRET, Lan, eventually, hosts, program_file, shardbox_command
 from models import write_model
 
 from shardbox import CHUNK_BYTES, MIB, PIECE_BYTES, piece_listing, probe_platform, read_ledger
@@ -299,7 +299,7 @@ def test_fat_without_room_is_named_first_and_stays_the_stick_that_it_was(kitchen
 
 def test_fat_that_fills_up_under_way_is_named_and_goes_on_with_room(kitchen: Kitchen, fat: Stick) -> None:
     packed = [path for path in kitchen.home.rglob("*") if path.is_file() and path.suffix != ".secret"]
-    sizes = [path.stat().st_size for path in (*packed, Path(shardbox_command()[-1]))]
+    sizes = [path.stat().st_size for path in (*packed, program_file())]
     with fat.plugged():
         filler = kitchen.stick / "other"  # leaves room for all of them, but not for the manifest
         filler.write_bytes(bytes(STICK_BYTES - sum(-(-size // CLUSTER_BYTES) * CLUSTER_BYTES for size in sizes)))

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hosts import shardbox_command
 from samples import NODES, box, config, copy_of, shape
 
 import shardbox
@@ -30,7 +31,7 @@ from shardbox import (
 )
 
 SECRET = "hunter2-correct-horse-battery"
-PROGRAM = [sys.executable, str(Path(shardbox.__file__))]
+PROGRAM = shardbox_command()
 CONFIG_COMMANDS = (
     *("up", "down", "status", "plan", "nodes", "logs", "start", "stop", "pull", "models", "verify", "pack", "check"),
 )
