@@ -136,7 +136,7 @@ def load_all(*but: str) -> None:
         os.environ.pop(name) if before is None else os.environ.update({name: before})
 
 
-PROTOCOL = 2  # of control messages and services between nodes; another number is named, never guessed at
+PROTOCOL = 3  # of control messages and services between nodes; another number is named, never guessed at
 log = logging.getLogger("shardbox")
 
 
@@ -3862,6 +3862,8 @@ UNPACED = b"reno"  # congestion control of wires, and of engines among themselve
 PREFACE_MAX_BYTES = 8192
 FRAME_BYTES = 256 * 1024
 CONTROL_FRAME_BYTES = 32 * 1024  # small messages, many connections
+FILE_FRAME_BYTES = MIB  # the interpreter runs for each frame, and a box has up to 32 streams of files at once
+FRAME_SIZES = {"control": CONTROL_FRAME_BYTES, "file": FILE_FRAME_BYTES}  # by a service's first word; else FRAME_BYTES
 # 1 MiB is no faster for one connection, and 11 % slower for eight at once (2026-12-01, 21 pairs on two cores)
 PIPE_BYTES = 128 * 1024
 SECRET_MIN_CHARS = 20
@@ -4089,7 +4091,7 @@ class SealedLink:
         """Takes over `sock`. `keys` are (send, receive), None for plain bytes; `dead_peer_s` as for Mesh."""
         self.peer, self.service, self.why = peer, service, ""
         self._wire, self._keys, self._dead_peer_s = sock, keys, dead_peer_s
-        self._frame_bytes = CONTROL_FRAME_BYTES if service == "control" else FRAME_BYTES
+        self._frame_bytes = FRAME_SIZES.get(service.partition("/")[0], FRAME_BYTES)
         self._answered_at = time.monotonic()  # the last check that found the peer well
         self._threads: list[threading.Thread] = []
         self._lock = threading.Lock()  # for the fields below; a socket closes only under it
@@ -4286,7 +4288,8 @@ LinkT = TypeVar("LinkT", bound=SealedLink)
 class SealedStream(SealedLink):
     """A connection that one thread of this node uses itself: without pumps, bytes are copied once less at each end.
 
-    That thread leaves it by the end of `with`; `close` from another one ends its waiting.
+    That thread leaves it by the end of `with`; `close` from another one ends its waiting. `outgoing` is memory for
+    what it is to send, of the size that goes at once.
     """
 
     def __init__(
@@ -4296,7 +4299,7 @@ class SealedStream(SealedLink):
         _tune(sock)
         self.silent_s = math.inf  # a call in which nothing moves for longer raises TimeoutError
         self._running, self._since = 1, 0.0
-        self._buffer = memoryview(mmap.mmap(-1, FRAME_BYTES))
+        self._buffer, self.outgoing = (memoryview(mmap.mmap(-1, self._frame_bytes)) for _ in range(2))
         self._opened, self._ended, self._have = self._buffer[:0], False, 0  # bytes to be read; sealed ones to be opened
         self._numbers = [0, 0]  # of the next frame out, and in
         if keys:
@@ -4327,8 +4330,8 @@ class SealedStream(SealedLink):
     def sendall(self, data: bytes | memoryview) -> None:
         """As of a socket. Raises OSError."""
         view = memoryview(data)
-        for start in range(0, len(view), FRAME_BYTES):
-            piece = view[start : start + FRAME_BYTES]
+        for start in range(0, len(view), self._frame_bytes):
+            piece = view[start : start + self._frame_bytes]
             if self._keys:
                 piece = seal_frame(self._sealer, self._numbers[0], piece, self._sealed)
                 self._numbers[0] += 1
@@ -5116,13 +5119,12 @@ class Giver:
 
     def _send(self, stream: SealedStream, files: Sequence[BinaryIO], number: int) -> None:
         owner, start, size, _ = self._chunks[number]
-        buffer = memoryview(bytearray(min(size, FRAME_BYTES)))
         while size:
-            step = os.preadv(files[owner].fileno(), [buffer[:size]], start)
+            step = os.preadv(files[owner].fileno(), [stream.outgoing[:size]], start)
             if not step:
                 raise ConnectionAbortedError("the file has become shorter")
             self._pace.spend(step)
-            stream.sendall(buffer[:step])
+            stream.sendall(stream.outgoing[:step])
             start, size = start + step, size - step
 
 
@@ -6892,6 +6894,10 @@ def echo(sock: socket.socket) -> None:
 
 RING_STOP_S = 6.0  # after the leader's SIGTERM a whole ring is gone in about 3 s (measured)
 TERM_S = 2.0  # from SIGTERM to SIGKILL
+# How long a thread may keep the interpreter from others that want it. A wire's must not wait for the event loop's: each
+# token pays for it. Without engines, nine boxes on two cores take a model 1.3 times as fast with the longer one
+# (2026-12-01): whoever waits wakes up as often, and copies have many threads.
+WIRES_SWITCH_S, IDLE_SWITCH_S = 1e-4, 5e-3
 WIRE_GRACE_S = 0.5  # from a broken wire to the alarm: the engine whose end broke it can say more
 
 
@@ -7205,7 +7211,7 @@ class RankHost:
         self._mark = secrets.token_hex(16)
         self._box, self._spawner, self._peers, self._library = box, spawner, peers, library
         self._on_trouble, self._loop = on_trouble, asyncio.get_running_loop()
-        self._record()
+        self._engines_changed()
 
     async def answer(self, verb: str, body: Mapping[str, Any], proposer: str) -> Any:
         """What a proposer, be it this node or a peer, asks of the rank here: fetch | prepare | launch | lease |
@@ -7298,7 +7304,7 @@ class RankHost:
         engine = await box.in_thread(self._spawner.spawn, argv=argv, env=env, cwd=work, isolate=isolate)
         run.engine = engine
         run.log = CappedLog(self.log_path(run.plan.model), engine.output)
-        self._record()
+        self._engines_changed()
         if run.rank == 0:
             run.session = engine_session(box, run)
 
@@ -7420,7 +7426,7 @@ class RankHost:
         await self._box.in_thread(run.close)
         if self.runs.get(run.plan.model) is run:
             del self.runs[run.plan.model]
-        self._record()
+        self._engines_changed()
 
     async def reap(self) -> None:
         """Stop what no proposer has asked about for LEASE_S."""
@@ -7446,9 +7452,10 @@ class RankHost:
         more = {"node": self._box.name, "layers": run.plan.ranks[run.rank].layers, "wires": wires}
         return view_of(RankView, run, run.plan, run.lease, usage, run.engine, **more)
 
-    def _record(self) -> None:
-        """Write down which engines run, so that the next `up` can stop what this one may leave."""
+    def _engines_changed(self) -> None:
+        """Write down which ones run, so that the next `up` can stop what this one may leave; hurry for their wires."""
         pids = [run.engine.pid for run in self.runs.values() if run.engine and not run.exited.is_set()]
+        sys.setswitchinterval(WIRES_SWITCH_S if pids else IDLE_SWITCH_S)
         engines = [{"pid": pid, "identity": process_identity(pid)} for pid in pids]
         record = json.dumps({"mark": self._mark, "engines": engines})
         try:
@@ -9628,7 +9635,6 @@ def run_up(config: Config, name: str, detach: bool) -> int:
             with ThreadPoolExecutor(1) as pool:
                 keys = pool.submit(own_keys, config, name, secret)  # scrypt takes 100 ms, the imports 200
                 load_all()
-            sys.setswitchinterval(1e-4)  # the wires' threads must not wait for the event loop's (mesh measurements)
             asyncio.run(_run_node(config, name, folder, keys.result(), spawner))
         finally:
             spawner.close()

@@ -56,7 +56,6 @@ def mesh_give(port: int) -> None:
         threading.Thread(target=serve, args=(near,), daemon=True).start()
         return far, WireStats()
 
-    sys.setswitchinterval(1e-4)
     Mesh(keys=mesh_keys(SECRET, "bench", "giver"), open_service=opened).listen("0.0.0.0", port)
     signal.pause()
 
@@ -67,7 +66,6 @@ def mesh_take(address: str, port: int, size: int) -> None:
     def refuse(_peer: str, _service: str) -> tuple[socket.socket, WireStats]:
         raise MeshError("takes only", kind="refused")
 
-    sys.setswitchinterval(1e-4)
     mesh = Mesh(keys=mesh_keys(SECRET, "bench", "taker"), open_service=refuse)
     started, view = time.perf_counter(), memoryview(bytearray(MIB))
     with mesh.connect(address, port, "giver", "file/bench", 10.0) as sock:

@@ -261,19 +261,24 @@ class Stick:
             path.mkdir(parents=True, exist_ok=True)
 
     @contextlib.contextmanager
-    def plugged(self, calls: int = -1) -> Iterator[None]:
-        """With `calls`, it is pulled out after so many."""
+    def plugged(self, calls: int = -1) -> Iterator[Callable[[int], None]]:
+        """With `calls`, it is pulled out after so many; gives what says so later."""
         pipe = subprocess.PIPE
         with subprocess.Popen(self._command, stdin=pipe, stdout=pipe, text=True) as process:
             assert process.stdin and process.stdout
-            assert process.stdout.readline() == "mounted\n"
-            process.stdin.write(f"{calls}\n")
-            process.stdin.flush()
-            assert process.stdout.readline() == "told\n"
+            told, answers = process.stdin, process.stdout
+            assert answers.readline() == "mounted\n"
+
+            def pull_out(after: int) -> None:
+                told.write(f"{after}\n")
+                told.flush()
+                assert answers.readline() == "told\n"
+
+            pull_out(calls)
             try:
-                yield
+                yield pull_out
             finally:
-                process.stdin.close()
+                told.close()
                 process.wait(20)
 
 
